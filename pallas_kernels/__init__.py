@@ -1,0 +1,1 @@
+"""Attention kernels for NVIDIA Hopper, each with an XLA form that runs anywhere."""
