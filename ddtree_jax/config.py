@@ -1,0 +1,150 @@
+"""Static descriptions of targets and drafters, with a JSON form for checkpoints.
+
+Everything here is frozen and hashable: a config is a static argument of every jitted function.
+"""
+
+import dataclasses
+from typing import Any, Self
+
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding.
+
+    Attributes:
+      theta: base of the geometric sequence of wavelengths.
+      kind: "default", "linear", "llama3" or "yarn".
+      factor: context extension factor of every kind but "default".
+      original_max_position: context length before the extension, in tokens ("llama3", "yarn").
+      low_freq_factor, high_freq_factor: band edges of "llama3".
+      beta_fast, beta_slow: band edges of "yarn", in rotations over the original context.
+      attention_factor: multiplies cos and sin ("yarn"); None derives it from `factor` and the two mscales.
+      mscale, mscale_all_dim: numerator and denominator of that derivation, where a checkpoint gives them.
+      truncate: whether "yarn" rounds its band edges outwards to whole dimensions.
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+class _Serializable:
+    """JSON round trip shared by the configs of checkpoints."""
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """Rebuilds a config. Raises ValueError on a missing or unknown field, naming it."""
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        unknown = sorted(set(data) - set(fields))
+        required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
+        missing = sorted(required - set(data))
+        if unknown or missing:
+            raise ValueError(f"{cls.__name__}: unknown fields {unknown}, missing fields {missing}")
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+        if isinstance(values.get("rope"), dict):
+            values["rope"] = RopeConfig(**values["rope"])
+        return cls(**values)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetConfig(_Serializable):
+    """A dense decoder: Llama 3, Qwen2.5 or Qwen3.
+
+    Attributes:
+      qk_norm: per-head RMSNorm on queries and keys before the rotary embedding (Qwen3).
+      qkv_bias, o_bias: biases on the attention projections (Qwen2.5 has qkv only).
+      tie_embeddings: the head is the embedding table.
+      sliding_windows: one entry a layer, None for full attention, else the window in tokens
+        (a key is visible iff query position - key position < window).
+      max_position: longest context the checkpoint declares, in tokens.
+      stop_token_ids: tokens that end a text.
+      dtype: name of the parameter and activation dtype.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    qk_norm: bool
+    qkv_bias: bool
+    o_bias: bool
+    tie_embeddings: bool
+    sliding_windows: tuple[int | None, ...]
+    max_position: int
+    stop_token_ids: tuple[int, ...]
+    dtype: str = "bfloat16"
+
+    @property
+    def jax_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterConfig(_Serializable):
+    """A DFlash block-diffusion drafter (arXiv 2602.06036).
+
+    The drafter owns neither embedding nor head: both are the target's.
+
+    Attributes:
+      block_size: slots of a block, the anchor included.
+      mask_token_id: row of the target's embedding that stands for "to be predicted".
+      target_layer_ids: taps; l means the residual stream after the target's zero-based block l.
+      target_hidden_size, target_num_layers, target_vocab_size: what the drafter was trained on.
+      causal: per layer, whether a slot sees only earlier slots of its block.
+      sliding_windows: per layer, None or a window in tokens (visible iff |distance| < window).
+      sample_from_anchor: False (z-lab): slot i predicts its own position, slot 0 nothing.
+        True (DSpark, DeepSpec): slot i predicts the position after it, slot 0 included.
+      output_multiplier, logit_softcap, embedding_scale: scale and tanh cap of the logits, scale of the block input.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    attention_bias: bool
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    target_hidden_size: int
+    target_num_layers: int
+    target_vocab_size: int
+    causal: tuple[bool, ...]
+    sliding_windows: tuple[int | None, ...]
+    sample_from_anchor: bool = False
+    output_multiplier: float = 1.0
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+    dtype: str = "bfloat16"
+
+    @property
+    def jax_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.dtype)
+
+    @property
+    def depth(self) -> int:
+        """L: how many future tokens one block predicts."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1

@@ -1,0 +1,137 @@
+"""The target: one functional Flax decoder for Llama 3, Qwen2.5 and Qwen3.
+
+A pass takes N tokens that hang as a tree below the committed text and returns their hidden states and
+keys/values; it never writes the cache. One token, a chain, a draft tree and a chunk of a prompt are all such trees.
+
+Shape letters: B slots, N tokens of the pass, H query heads, K key/value heads, D head_dim, E hidden size,
+T tapped layers, V vocabulary.
+"""
+
+import flax.linen as nn
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from ddtree_jax.config import TargetConfig
+from ddtree_jax.models.cache import KVCache, TreeKV
+from ddtree_jax.models.layers import MLP, Linear, RMSNorm, precision_of, split_heads
+from ddtree_jax.models.rope import apply_rope, rope_tables
+from pallas_kernels.tree_attention import tree_attention
+
+
+@flax.struct.dataclass
+class TargetPass:
+    """What one pass of the target yields.
+
+    Attributes:
+      hidden: [B, N, E], after the final norm.
+      features: [B, N, T * E], the residual stream after the tapped blocks, in the order of `taps`; None without taps.
+      tree_kv: per layer (keys, values) of the N tokens, [B, K, N, D] each.
+    """
+
+    hidden: jax.Array
+    features: jax.Array | None
+    tree_kv: TreeKV
+
+
+class Attention(nn.Module):
+    config: TargetConfig
+    sliding_window: int | None
+
+    def setup(self):
+        c = self.config
+        self.qkv_proj = Linear(
+            (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size, use_bias=c.qkv_bias, dtype=c.jax_dtype
+        )
+        self.o_proj = Linear(c.hidden_size, c.num_heads * c.head_dim, use_bias=c.o_bias, dtype=c.jax_dtype)
+        if c.qk_norm:
+            self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, c.jax_dtype)
+            self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, c.jax_dtype)
+
+    def __call__(self, x, rope, ancestors, positions, keys, values, lengths):
+        c = self.config
+        heads = split_heads(self.qkv_proj(x), c.num_heads + 2 * c.num_kv_heads)
+        q, k, v = jnp.split(heads, (c.num_heads, c.num_heads + c.num_kv_heads), axis=2)
+        if c.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, N, D]
+        out = tree_attention(
+            q, keys, values, lengths, k, v, ancestors,
+            scale=c.head_dim**-0.5, sliding_window=self.sliding_window, positions=positions,
+        )  # fmt: skip
+        return self.o_proj(out.reshape(*out.shape[:2], -1)), (k, v)
+
+
+class Block(nn.Module):
+    config: TargetConfig
+    sliding_window: int | None
+
+    def setup(self):
+        c = self.config
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.jax_dtype)
+        self.self_attn = Attention(c, self.sliding_window)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.jax_dtype)
+        self.mlp = MLP(c.hidden_size, c.intermediate_size, c.jax_dtype)
+
+    def __call__(self, x, *attention_args):
+        attended, tree_kv = self.self_attn(self.input_layernorm(x), *attention_args)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), tree_kv
+
+
+class Decoder(nn.Module):
+    """Parameters: `embed/weight` [V, E], `layers_i/...`, `norm/weight` [E] and, if untied, `lm_head/weight` [V, E].
+
+    Query, key and value projections are one matrix (q rows first, then k, then v), gate and up another: fewer,
+    larger reads in a memory-bound step.
+    """
+
+    config: TargetConfig
+
+    def setup(self):
+        c = self.config
+        self.embed = Linear(c.vocab_size, c.hidden_size, dtype=c.jax_dtype)
+        self.layers = [Block(c, window) for window in c.sliding_windows]
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.jax_dtype)
+        if not c.tie_embeddings:
+            self.lm_head = Linear(c.vocab_size, c.hidden_size, dtype=c.jax_dtype)
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, ancestors: jax.Array, cache: KVCache, taps: tuple[int, ...] = ()
+    ) -> TargetPass:
+        """One pass.
+
+        Args:
+          tokens: [B, N] int32.
+          positions: [B, N] int32, absolute (cache.length + depth in the tree).
+          ancestors: [B, N, ceil(N / 32)] uint32, bit j of row i set where token i sees token j.
+          cache: committed tokens; all of them are visible to all N.
+          taps: zero-based blocks whose output is kept.
+        """
+        c = self.config
+        x = self.embed_tokens(tokens)
+        rope = rope_tables(c.rope, positions, c.head_dim)
+        tapped, tree_kv = {}, []
+        for i, layer in enumerate(self.layers):
+            x, kv = layer(x, rope, ancestors, positions, cache.keys[i], cache.values[i], cache.length)
+            tree_kv.append(kv)
+            if i in taps:
+                tapped[i] = x
+        features = jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else None
+        return TargetPass(hidden=self.norm(x), features=features, tree_kv=tuple(tree_kv))
+
+    def embed_tokens(self, tokens: jax.Array) -> jax.Array:
+        """[...] int32 -> [..., E]."""
+        return jnp.take(self.embed.weight, tokens, axis=0, mode="clip")
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[..., E] -> [..., V] float32, accumulated in float32."""
+        weight = (self.embed if self.config.tie_embeddings else self.lm_head).weight
+        return jnp.einsum(
+            "...e,ve->...v", hidden, weight, preferred_element_type=jnp.float32, precision=precision_of(hidden.dtype)
+        )
+
+    def _touch(self, tokens, positions, ancestors, cache):
+        """Runs every parameter once, for `init`."""
+        return self.logits(self(tokens, positions, ancestors, cache).hidden)

@@ -1,0 +1,135 @@
+"""The DFlash block-diffusion drafter (arXiv 2602.06036): one pass, a distribution for each of the next L tokens.
+
+The block is [anchor, MASK, ..., MASK] at the positions from the anchor on. Every layer reads keys and values of the
+*context*, which are projections of the target's own features, and of the block. Only context rows are cached.
+
+Shape letters: B slots, S block slots, R context rows, H, K, D heads of the drafter, E its hidden size, T taps.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ddtree_jax.config import DrafterConfig
+from ddtree_jax.models.cache import KVCache, TreeKV, append_rows
+from ddtree_jax.models.layers import MLP, Linear, RMSNorm, split_heads
+from ddtree_jax.models.rope import apply_rope, rope_tables
+from pallas_kernels.tree_attention import tree_attention
+
+
+def block_visibility(slots: int, causal: bool) -> np.ndarray:
+    """[slots, ceil(slots / 32)] uint32: which slots a slot sees, all of them or the earlier ones and itself."""
+    seen = np.tri(slots, dtype=bool) if causal else np.ones((slots, slots), bool)
+    words = -(-slots // 32)
+    padded = np.zeros((slots, words * 32), bool)
+    padded[:, :slots] = seen
+    bits = padded.reshape(slots, words, 32).astype(np.uint64) << np.arange(32, dtype=np.uint64)
+    return bits.sum(-1).astype(np.uint32)
+
+
+class DraftAttention(nn.Module):
+    config: DrafterConfig
+    causal: bool
+    sliding_window: int | None
+
+    def setup(self):
+        c, dtype = self.config, self.config.jax_dtype
+        bias = c.attention_bias
+        self.q_proj = Linear(c.num_heads * c.head_dim, c.hidden_size, use_bias=bias, dtype=dtype)
+        self.kv_proj = Linear(2 * c.num_kv_heads * c.head_dim, c.hidden_size, use_bias=bias, dtype=dtype)
+        self.o_proj = Linear(c.hidden_size, c.num_heads * c.head_dim, use_bias=bias, dtype=dtype)
+        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype)
+        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype)
+
+    def keys_values(self, x: jax.Array, rope) -> tuple[jax.Array, jax.Array]:
+        """[B, R, E] -> keys (normed, rotated) and values, [B, K, R, D] each; the same for context and block rows."""
+        k, v = jnp.split(split_heads(self.kv_proj(x), 2 * self.config.num_kv_heads), 2, axis=2)
+        return apply_rope(self.k_norm(k), *rope).swapaxes(1, 2), v.swapaxes(1, 2)
+
+    def __call__(self, x: jax.Array, rope, positions: jax.Array, keys, values, lengths) -> jax.Array:
+        c = self.config
+        q = apply_rope(self.q_norm(split_heads(self.q_proj(x), c.num_heads)), *rope)
+        k, v = self.keys_values(x, rope)
+        seen = jnp.asarray(block_visibility(x.shape[1], self.causal))
+        out = tree_attention(
+            q, keys, values, lengths, k, v, jnp.broadcast_to(seen[None], (x.shape[0], *seen.shape)),
+            scale=c.head_dim**-0.5, sliding_window=self.sliding_window, positions=positions,
+        )  # fmt: skip
+        return self.o_proj(out.reshape(*out.shape[:2], -1))
+
+
+class DraftBlock(nn.Module):
+    config: DrafterConfig
+    causal: bool
+    sliding_window: int | None
+
+    def setup(self):
+        c = self.config
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.jax_dtype)
+        self.self_attn = DraftAttention(c, self.causal, self.sliding_window)
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.jax_dtype)
+        self.mlp = MLP(c.hidden_size, c.intermediate_size, c.jax_dtype)
+
+    def __call__(self, x, *attention_args):
+        x = x + self.self_attn(self.input_layernorm(x), *attention_args)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DFlash(nn.Module):
+    """Parameters: `fc/weight` [E, T * E_target], `hidden_norm/weight`, `layers_i/...`, `norm/weight`.
+
+    Key and value projections are one matrix (k rows first), gate and up another.
+    """
+
+    config: DrafterConfig
+
+    def setup(self):
+        c, dtype = self.config, self.config.jax_dtype
+        self.fc = Linear(c.hidden_size, len(c.target_layer_ids) * c.target_hidden_size, dtype=dtype)
+        self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
+        self.layers = [DraftBlock(c, a, w) for a, w in zip(c.causal, c.sliding_windows, strict=True)]
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
+
+    def context_rows(self, features: jax.Array, positions: jax.Array) -> TreeKV:
+        """Context keys and values of every layer.
+
+        Args:
+          features: [B, R, T * E_target], the target's taps at committed tokens.
+          positions: [B, R] int32, their absolute positions.
+
+        Returns:
+          per layer (keys, values), [B, K, R, D] each. The context is the same tensor in every layer and skips the
+          layers' input norm.
+        """
+        context = self.hidden_norm(self.fc(features.astype(self.config.jax_dtype)))
+        rope = rope_tables(self.config.rope, positions, self.config.head_dim)
+        return tuple(layer.self_attn.keys_values(context, rope) for layer in self.layers)
+
+    def __call__(self, block: jax.Array, cache: KVCache) -> jax.Array:
+        """One draft pass.
+
+        Args:
+          block: [B, S, E] embeddings of anchor and masks; the anchor stands at position cache.length.
+          cache: context rows of all committed tokens before the anchor.
+
+        Returns:
+          [B, S, E] hidden states after the final norm, for the target's head.
+        """
+        c = self.config
+        slots = jnp.arange(block.shape[1], dtype=jnp.int32)
+        positions = cache.length[:, None] + slots[None, :]
+        rope = rope_tables(c.rope, positions, c.head_dim)
+        x = block.astype(c.jax_dtype)
+        for i, layer in enumerate(self.layers):
+            x = layer(x, rope, positions, cache.keys[i], cache.values[i], cache.length)
+        return self.norm(x)
+
+    def absorb(self, features: jax.Array, count: jax.Array, cache: KVCache) -> KVCache:
+        """Appends the context rows of features [B, R, T * E_target] that follow the cache; `count` [B] are live."""
+        rows = jnp.arange(features.shape[1], dtype=jnp.int32)
+        return append_rows(cache, self.context_rows(features, cache.length[:, None] + rows[None, :]), count)
+
+    def _touch(self, features, count, block, cache):
+        """Runs every parameter once, for `init`."""
+        return self(block, self.absorb(features, count, cache))

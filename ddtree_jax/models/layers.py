@@ -1,0 +1,85 @@
+"""Math shared by targets and drafters, as free functions on arrays, and the two parameter-holding modules.
+
+Shape letters: B slots, N tokens of the pass, H query heads, K key/value heads, D head_dim, E hidden size.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def precision_of(dtype: jnp.dtype) -> lax.Precision | None:
+    """Float32 means float32: no TF32 on the tensor cores, so that the exactness tests mean what they say."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """x [..., I] times weight [O, I] (the layout of Hugging Face) plus bias [O] -> [..., O] in x's dtype."""
+    y = jnp.einsum("...i,oi->...o", x, weight, precision=precision_of(x.dtype))
+    if bias is not None:
+        y = y + jnp.broadcast_to(bias, y.shape)
+    return y
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """RMSNorm over the last axis: normalised in float32, cast to x's dtype, then times weight (the order of Llama and Qwen)."""
+    x32 = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    y = (x32 * scale).astype(x.dtype)
+    return y * jnp.broadcast_to(weight, y.shape)
+
+
+def swiglu(gate_up: jax.Array) -> jax.Array:
+    """silu(gate) * up for a fused projection [..., 2F] (gate first) -> [..., F]."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def split_heads(x: jax.Array, num_heads: int) -> jax.Array:
+    """[B, N, heads * D] -> [B, N, heads, D]."""
+    return x.reshape(*x.shape[:-1], num_heads, -1)
+
+
+class Linear(nn.Module):
+    """Holds `weight` [features, in_features] and, if asked, `bias` [features]."""
+
+    features: int
+    in_features: int
+    use_bias: bool = False
+    dtype: jnp.dtype = jnp.bfloat16
+
+    def setup(self):
+        init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=0)
+        self.weight = self.param("weight", init, (self.features, self.in_features), self.dtype)
+        self.bias = self.param("bias", nn.initializers.zeros, (self.features,), self.dtype) if self.use_bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return linear(x, self.weight, self.bias)
+
+
+class RMSNorm(nn.Module):
+    """Holds `weight` [size]."""
+
+    size: int
+    eps: float
+    dtype: jnp.dtype = jnp.bfloat16
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return rms_norm(x, self.param("weight", nn.initializers.ones, (self.size,), self.dtype), self.eps)
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward block with gate and up fused into one projection."""
+
+    hidden_size: int
+    intermediate_size: int
+    dtype: jnp.dtype = jnp.bfloat16
+
+    def setup(self):
+        self.gate_up_proj = Linear(2 * self.intermediate_size, self.hidden_size, dtype=self.dtype)
+        self.down_proj = Linear(self.hidden_size, self.intermediate_size, dtype=self.dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down_proj(swiglu(self.gate_up_proj(x)))
