@@ -1,0 +1,250 @@
+"""The tree of the most probable prefixes, built on the device with static shapes.
+
+The drafter gives one distribution per depth and treats depths as independent, so a prefix has the product of its
+tokens' probabilities. The tree that maximises the expected number of accepted nodes under that model is the set of
+the N - 1 most probable prefixes, which is prefix-closed by itself (DDTree, arXiv 2604.12989, Propositions 1 and 2).
+The paper finds it with a heap on the host (Algorithm 1). Here the same set comes from one small top-k per depth and
+one over all depths, without a heap and without leaving the device; see `build_from_top`.
+
+Shape letters: B slots · N nodes, root included · L draft depth · V vocabulary · R tokens kept per depth (top-k) ·
+W prefixes kept at one depth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ddtree_jax.tree.chain import root_tree
+from ddtree_jax.tree.draft_tree import DraftTree, ancestor_bits
+
+
+def build_tree(log_probs: jax.Array, num_nodes: int, *, root_tokens: jax.Array | None = None) -> DraftTree:
+    """The tree of the `num_nodes - 1` most probable prefixes, exactly (arXiv 2604.12989, Algorithm 1, Lemma 1).
+
+    Nodes are ordered by non-increasing log_prob; ties put the shallower node first, then the one whose parent comes
+    first, then the more probable token, then the smaller token id. Parents therefore always come before children,
+    also when probabilities are exactly 1. Prefixes of probability 0 (-inf) and NaN entries never become nodes: where
+    fewer than N - 1 prefixes are possible the rest is padding.
+
+    Args:
+      log_probs: [B, L, V] float32, the drafter's log softmax per depth.
+      num_nodes: N, root included (static).
+      root_tokens: [B] int32, the token committed last; 0 if left out.
+
+    Returns:
+      A `DraftTree` of width N.
+
+    Raises:
+      ValueError: N < 1, or arrays of another rank, shape or dtype.
+    """
+    _check_num_nodes(num_nodes)
+    _check_array("log_probs", log_probs, 3, jnp.float32)
+    batch, depths, vocab = log_probs.shape
+    if num_nodes == 1:
+        return root_tree(_roots(root_tokens, batch))
+    # A path cannot be deeper than there are nodes to draft, nor use a token beyond rank N - 1 (Lemma 1).
+    depths = min(depths, num_nodes - 1)
+    token_log_prob, tokens = top_tokens(log_probs[:, :depths], min(num_nodes - 1, vocab))
+    return build_from_top(token_log_prob, tokens, num_nodes, root_tokens)
+
+
+def top_tokens(log_probs: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The k most probable tokens of every depth, best first; NaN counts as probability 0.
+
+    Args:
+      log_probs: [B, L, V] float32.
+      k: tokens to keep, 1 <= k <= V (static).
+
+    Returns:
+      log_prob [B, L, k] float32 and token [B, L, k] int32.
+
+    Raises:
+      ValueError: k out of range, or an array of another rank or dtype.
+    """
+    _check_array("log_probs", log_probs, 3, jnp.float32)
+    if not 1 <= k <= log_probs.shape[-1]:
+        raise ValueError(f"k must be between 1 and the vocabulary size {log_probs.shape[-1]}, got {k}")
+    values, tokens = lax.top_k(_clean(log_probs), k)
+    return values, tokens.astype(jnp.int32)
+
+
+def build_from_top(
+    token_log_prob: jax.Array, tokens: jax.Array, num_nodes: int, root_tokens: jax.Array | None = None
+) -> DraftTree:
+    """`build_tree` on tokens that were already picked per depth, best first (by `top_tokens` or a fused kernel).
+
+    Depth by depth, keep the W most probable prefixes out of (those kept one depth above) x (tokens of this depth).
+    Both lists are sorted, so the pair of the i-th prefix and the r-th token (from 1) has i * r - 1 pairs that are at
+    least as probable and ordered before it: only pairs with i * r <= W can survive, about W ln W of them instead of
+    W * R, and which they are is known at trace time. A node at depth d has d - 1 drafted ancestors, so N - d
+    prefixes are enough at depth d.
+
+    The result is exact with R = min(N - 1, V) tokens per depth (Lemma 1 of the paper). With fewer it is exact among
+    the trees of these tokens, and `top_suffices` tells whether that is the whole answer.
+
+    Args:
+      token_log_prob: [B, L, R] float32, non-increasing along R. Values above 0 (rounding) count as 0, NaN as -inf.
+      tokens: [B, L, R] int32, distinct within a depth.
+      num_nodes: N, root included (static).
+      root_tokens: [B] int32; 0 if left out.
+
+    Returns:
+      A `DraftTree` of width N.
+
+    Raises:
+      ValueError: N < 1, or arrays of another rank, shape or dtype.
+    """
+    _check_num_nodes(num_nodes)
+    _check_array("token_log_prob", token_log_prob, 3, jnp.float32)
+    _check_array("tokens", tokens, 3, jnp.int32)
+    if tokens.shape != token_log_prob.shape:
+        raise ValueError(f"tokens {tokens.shape} and token_log_prob {token_log_prob.shape} must have one shape")
+    batch, depths, ranks = tokens.shape
+    roots = _roots(root_tokens, batch)
+    if num_nodes == 1:
+        return root_tree(roots)
+    plan = _plan(num_nodes, depths, ranks)
+    weights, pairs = _frontiers(_clean(token_log_prob), plan)  # [B, sum of W]
+
+    count = min(num_nodes - 1, weights.shape[1])
+    log_prob, chosen = lax.top_k(weights, count)  # stable: shallower depths come first in `weights`
+    chosen = chosen.astype(jnp.int32)
+    live = log_prob > -jnp.inf
+    pair = jnp.take_along_axis(pairs, chosen, axis=1, mode="clip")  # [B, count]
+    # A node's parent is the chosen prefix with its parent's number. It is always there: it is at least as probable
+    # and comes earlier. Comparing all with all is one fused kernel, where an inverse permutation is a scatter.
+    above = jnp.asarray(plan.pair_parent)[pair]
+    is_parent = above[:, :, None] == chosen[:, None, :]  # [B, count, count]
+    node = jnp.arange(1, count + 1, dtype=jnp.int32)[None, None]
+    parent = jnp.sum(jnp.where(is_parent, node, 0), axis=-1, dtype=jnp.int32)  # no match: the root
+    flat_tokens = tokens.reshape(batch, depths * ranks)
+    token = jnp.take_along_axis(flat_tokens, jnp.asarray(plan.pair_token)[pair], axis=1, mode="clip")
+    depth = jnp.asarray(plan.pair_depth)[pair]
+
+    def with_root(root: jax.Array, below: jax.Array, padding: float) -> jax.Array:
+        below = jnp.where(live, below, jnp.asarray(padding, below.dtype))
+        row = jnp.concatenate([root[:, None], below], axis=1)
+        return jnp.pad(row, ((0, 0), (0, num_nodes - 1 - count)), constant_values=padding)
+
+    zero = jnp.zeros_like(roots)
+    size = 1 + jnp.sum(live, axis=1, dtype=jnp.int32)
+    parent = with_root(zero, parent, 0)
+    return DraftTree(
+        tokens=with_root(roots, token, 0),
+        parent=parent,
+        depth=with_root(zero, depth, 0),
+        log_prob=with_root(jnp.zeros_like(log_prob[:, 0]), log_prob, -jnp.inf),
+        size=size,
+        ancestors=ancestor_bits(parent, size, len(plan.widths)),
+    )
+
+
+def top_suffices(tree: DraftTree, token_log_prob: jax.Array) -> jax.Array:
+    """Whether the R tokens per depth that a tree was built from were surely enough.
+
+    The best prefix that a list of R tokens per depth can miss ends in an unlisted token, no more probable than the
+    R-th of that depth, after the best prefix one depth above. If all of these are less probable than the last node
+    of a full tree, a longer list gives the same tree.
+
+    Args:
+      tree: the result of `build_from_top`.
+      token_log_prob: [B, L, R] float32, what it was built from.
+
+    Returns:
+      [B] bool. True proves the tree exact; False proves nothing (R = V, say, is always exact).
+    """
+    values = _clean(token_log_prob)
+    best_above = jnp.cumsum(values[:, :, 0], axis=1) - values[:, :, 0]
+    # A depth under an impossible one gives -inf - -inf; nothing can be missed there.
+    best_above = jnp.where(jnp.isnan(best_above), -jnp.inf, best_above)
+    best_missed = jnp.max(best_above + values[:, :, -1], axis=1)
+    return (best_missed < tree.log_prob[:, -1]) | jnp.isneginf(best_missed)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Everything about a build that depends on shapes only; a "pair" is (prefix kept one depth above, token rank).
+
+    Pairs are numbered through all depths, and so are kept prefixes ("prefix numbers", in order of depth).
+    """
+
+    widths: tuple[int, ...]  # prefixes kept per depth
+    prefix: tuple[np.ndarray, ...]  # per depth: the pair's prefix, as a position within the depth above
+    rank: tuple[np.ndarray, ...]  # per depth: the pair's token rank
+    pair_parent: np.ndarray  # pair -> prefix number of its prefix, -1 for the root
+    pair_token: np.ndarray  # pair -> its token's place in the flattened [L * R]
+    pair_depth: np.ndarray  # pair -> depth of the node it makes
+
+
+@functools.lru_cache(maxsize=64)
+def _plan(num_nodes: int, depths: int, ranks: int) -> _Plan:
+    widths, prefixes, token_ranks = [], [], []
+    parents, flat_tokens, pair_depths = [], [], []
+    above, above_start = 1, -1  # depth 0 holds the root alone; its "prefix number" is -1
+    for depth in range(1, min(depths, num_nodes - 1) + 1):
+        room = num_nodes - depth
+        product = np.outer(np.arange(1, above + 1), np.arange(1, ranks + 1))
+        # Row-major order, which is what makes ties go to the earlier prefix, then to the better token.
+        prefix, rank = (a.astype(np.int32) for a in np.nonzero(product <= room))
+        prefixes.append(prefix)
+        token_ranks.append(rank)
+        parents.append(above_start + prefix)
+        flat_tokens.append((depth - 1) * ranks + rank)
+        pair_depths.append(np.full_like(prefix, depth))
+        above, above_start = min(room, prefix.size), above_start + above
+        widths.append(above)
+    return _Plan(
+        widths=tuple(widths),
+        prefix=tuple(prefixes),
+        rank=tuple(token_ranks),
+        pair_parent=np.concatenate(parents).astype(np.int32),
+        pair_token=np.concatenate(flat_tokens).astype(np.int32),
+        pair_depth=np.concatenate(pair_depths).astype(np.int32),
+    )
+
+
+def _frontiers(token_log_prob: jax.Array, plan: _Plan) -> tuple[jax.Array, jax.Array]:
+    """The kept prefixes of all depths, shallow first: log probability and pair number, each [B, sum of W]."""
+    batch = token_log_prob.shape[0]
+    weights = jnp.zeros((batch, 1), jnp.float32)
+    all_weights, all_pairs, first_pair = [], [], 0
+    for depth, width in enumerate(plan.widths):
+        # A child is never more probable than its parent: rounding is monotone and no token is above 0.
+        candidates = weights[:, plan.prefix[depth]] + token_log_prob[:, depth][:, plan.rank[depth]]
+        weights, kept = lax.top_k(candidates, width)
+        all_weights.append(weights)
+        all_pairs.append(kept.astype(jnp.int32) + first_pair)
+        first_pair += plan.prefix[depth].size
+    return jnp.concatenate(all_weights, axis=1), jnp.concatenate(all_pairs, axis=1)
+
+
+def _clean(log_probs: jax.Array) -> jax.Array:
+    """NaN becomes -inf (top_k would rank it first), and values that rounding put above 0 become 0."""
+    return jnp.where(jnp.isnan(log_probs), -jnp.inf, jnp.minimum(log_probs, 0.0))
+
+
+def _check_num_nodes(num_nodes: int) -> None:
+    if num_nodes < 1:
+        raise ValueError(f"num_nodes counts the root and must be at least 1, got {num_nodes}")
+
+
+def _check_array(name: str, array: jax.Array, rank: int, dtype: jnp.dtype) -> None:
+    if array.ndim != rank or 0 in array.shape[1:]:
+        raise ValueError(f"{name} must have rank {rank} and no empty axis, got shape {array.shape}")
+    if array.dtype != dtype:
+        raise ValueError(f"{name} must be {jnp.dtype(dtype).name}, got {array.dtype}")
+
+
+def _roots(root_tokens: jax.Array | None, batch: int) -> jax.Array:
+    if root_tokens is None:
+        return jnp.zeros((batch,), jnp.int32)
+    _check_array("root_tokens", root_tokens, 1, jnp.int32)
+    if root_tokens.shape != (batch,):
+        raise ValueError(f"root_tokens must have shape ({batch},), got {root_tokens.shape}")
+    return root_tokens

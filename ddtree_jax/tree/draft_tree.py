@@ -1,0 +1,118 @@
+"""The draft tree: the type that flows from the drafter to the verifier, and its packed visibility bits.
+
+Shape letters: B slots · N nodes, root included · Q = ceil(N / 32) words of 32 visibility bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+WORD_BITS = 32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DraftTree:
+    """A batch of token trees, one per slot, of one static width N.
+
+    Node 0 is the root: the token committed last, whose keys and values are not in the cache yet. A node stands
+    for the text from the root down to it. Parents come before children. Nodes `size[b]`, `size[b] + 1`, ... of
+    slot b are padding: token 0, parent 0, depth 0, log_prob -inf, and they see nothing but themselves (so that a
+    softmax over what a node sees is never empty).
+    """
+
+    tokens: jax.Array
+    """[B, N] int32: the token at each node."""
+    parent: jax.Array
+    """[B, N] int32: the parent's node index; the root's parent is 0."""
+    depth: jax.Array
+    """[B, N] int32: edges from the root; a node's position in the text is the root's position + depth."""
+    log_prob: jax.Array
+    """[B, N] float32: sum of the drafter's log probabilities (nats) from the root; 0 at the root."""
+    size: jax.Array
+    """[B] int32: live nodes, root included, so 1 <= size <= N."""
+    ancestors: jax.Array
+    """[B, N, Q] uint32: bit j % 32 of word j // 32 in row i says that node j is i or an ancestor of i."""
+
+    @property
+    def num_nodes(self) -> int:
+        """N, the static width, root and padding included."""
+        return self.tokens.shape[-1]
+
+
+def num_words(num_nodes: int) -> int:
+    """Q, the number of 32-bit words that hold one visibility bit per node."""
+    return -(-num_nodes // WORD_BITS)
+
+
+def pack_bits(flags: jax.Array) -> jax.Array:
+    """Packs flags [..., N] bool into words [..., Q] uint32; bits past N are 0."""
+    *lead, num_nodes = flags.shape
+    words = num_words(num_nodes)
+    pad = [(0, 0)] * len(lead) + [(0, words * WORD_BITS - num_nodes)]
+    bits = jnp.pad(flags, pad).reshape(*lead, words, WORD_BITS)  # [..., Q, 32]
+    weights = np.left_shift(np.uint32(1), np.arange(WORD_BITS, dtype=np.uint32))
+    # Each bit is set at most once, so the sum is the bitwise or.
+    return jnp.sum(jnp.where(bits, weights, jnp.uint32(0)), axis=-1, dtype=jnp.uint32)
+
+
+def unpack_bits(words: jax.Array, num_nodes: int) -> jax.Array:
+    """The inverse of `pack_bits`: words [..., Q] uint32 to flags [..., N] bool."""
+    shifts = jnp.arange(WORD_BITS, dtype=jnp.uint32).reshape((1,) * words.ndim + (WORD_BITS,))
+    bits = jnp.right_shift(words[..., None], shifts) & jnp.uint32(1)  # [..., Q, 32]
+    flat = bits.reshape(*words.shape[:-1], words.shape[-1] * WORD_BITS)
+    return flat[..., :num_nodes] != 0
+
+
+def unpack_ancestors(tree: DraftTree) -> jax.Array:
+    """The dense visibility of a tree, for tests and drawing.
+
+    Returns:
+      [B, N, N] bool: element [b, i, j] says that node i sees node j (j is i or an ancestor of i).
+    """
+    return unpack_bits(tree.ancestors, tree.num_nodes)
+
+
+def ancestor_bits(parent: jax.Array, size: jax.Array, max_depth: int) -> jax.Array:
+    """Packed ancestor-or-self bits of every node, by pointer doubling.
+
+    After t steps a node knows itself and its nearest 2^t - 1 ancestors and points at the next one, so
+    ceil(log2(max_depth + 1)) gathers are enough, whatever the number of nodes.
+
+    Args:
+      parent: [B, N] int32; the root is node 0 and its parent is 0.
+      size: [B] int32 live nodes; the others see only themselves.
+      max_depth: an upper bound of the depth of any node (static).
+
+    Returns:
+      [B, N, Q] uint32, the field `ancestors` of `DraftTree`.
+
+    Raises:
+      ValueError: shapes that do not match, or a negative `max_depth`.
+    """
+    if parent.ndim != 2 or size.shape != parent.shape[:1]:
+        raise ValueError(f"expected parent [B, N] and size [B], got {parent.shape} and {size.shape}")
+    if max_depth < 0:
+        raise ValueError(f"max_depth must not be negative, got {max_depth}")
+    batch, num_nodes = parent.shape
+    index = jnp.arange(num_nodes, dtype=jnp.int32)[None]  # [1, N]
+    # A padding node is its own ancestor, so that it never reaches the root.
+    jump = jnp.where(index < size[:, None], parent, index)
+    bits = jnp.broadcast_to(_own_bits(num_nodes)[None], (batch, num_nodes, num_words(num_nodes)))
+    for step in range(max_depth.bit_length()):  # ceil(log2(max_depth + 1))
+        if step:
+            jump = jnp.take_along_axis(jump, jump, axis=1, mode="clip")
+        bits = bits | jnp.take_along_axis(bits, jump[:, :, None], axis=1, mode="clip")
+    return bits
+
+
+def _own_bits(num_nodes: int) -> np.ndarray:
+    """[N, Q] uint32 with bit i set in row i."""
+    index = np.arange(num_nodes)
+    bits = np.zeros((num_nodes, num_words(num_nodes)), np.uint32)
+    bits[index, index // WORD_BITS] = np.left_shift(np.uint32(1), (index % WORD_BITS).astype(np.uint32))
+    return bits
