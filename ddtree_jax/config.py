@@ -148,3 +148,37 @@ class DrafterConfig(_Serializable):
     def depth(self) -> int:
         """L: how many future tokens one block predicts."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+
+METHODS = ("autoregressive", "dflash", "ddtree")
+MAX_NODES = 512
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+    """How to decode. The text never depends on `method`, `num_nodes`, `draft_depth`, `batch_size` or `prefill_chunk`.
+
+    Attributes:
+      method: "autoregressive", "dflash" (the drafter's most probable chain) or "ddtree" (its N most probable prefixes).
+      num_nodes: N, width of the tree, root included (ddtree only). Widths that fill tiles: 16, 32, 64, 128, 256.
+      draft_depth: L, tokens drafted a round; None takes all that the drafter was trained for.
+      max_new_tokens: new tokens a prompt, the stop token included.
+      temperature: 0 for the most probable token, else draws from softmax(logits / temperature).
+      seed: of the draws; one for all prompts, or one each. A draw depends on (seed, absolute position) alone.
+      stop_token_ids: what ends a text; None takes the checkpoint's, () nothing.
+      capacity: longest text in tokens, prompt included; None takes what the prompts and `max_new_tokens` need, up to
+        the longest context that the target declares.
+      batch_size: prompts decoded at a time; None takes all of them, at most 8.
+      prefill_chunk: prompt tokens a pass.
+    """
+
+    method: str = "ddtree"
+    num_nodes: int = 64
+    draft_depth: int | None = None
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    seed: int | tuple[int, ...] = 0
+    stop_token_ids: tuple[int, ...] | None = None
+    capacity: int | None = None
+    batch_size: int | None = None
+    prefill_chunk: int = 256

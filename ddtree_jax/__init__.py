@@ -1,0 +1,1 @@
+"""Exact speculative decoding with draft trees in JAX and Pallas."""

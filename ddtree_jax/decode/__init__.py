@@ -1,0 +1,1 @@
+"""The decode loop: proposers, one round, the loop on the device."""

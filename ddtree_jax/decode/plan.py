@@ -1,0 +1,147 @@
+"""Checks a decode before anything compiles, and turns it into static shapes.
+
+Shapes are rounded up to buckets, so that prompts of one bucket share one executable.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from ddtree_jax.config import MAX_NODES, METHODS, DecodeConfig, DrafterConfig, TargetConfig
+from ddtree_jax.decode.loop import DecodeLoop
+from ddtree_jax.decode.proposers import DFlashProposer, NoDraft, Proposer
+from ddtree_jax.models.decoder import Decoder
+
+MIN_BUCKET = 16
+ROW_TILE = 128  # cache rows come in whole tiles of the attention kernel
+MAX_DEFAULT_BATCH = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Static shapes of a decode.
+
+    Attributes:
+      loop: what is compiled.
+      batch: B, slots decoded at a time.
+      prompt_rows: S, prompts are padded to it.
+      cache_rows: C of every cache.
+      output_rows: O of the output buffer.
+      limits: new tokens at most, one a prompt.
+      seeds: one a prompt.
+      stop_token_ids: what ends a text.
+    """
+
+    loop: DecodeLoop
+    batch: int
+    prompt_rows: int
+    cache_rows: int
+    output_rows: int
+    limits: tuple[int, ...]
+    seeds: tuple[int, ...]
+    stop_token_ids: tuple[int, ...]
+
+
+def bucket(size: int) -> int:
+    """The smallest power of two that holds `size`, at least MIN_BUCKET."""
+    return max(MIN_BUCKET, 1 << (size - 1).bit_length())
+
+
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _is_int(value: object, low: int, high: int | None = None) -> bool:
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low
+    return ok and (high is None or value <= high)
+
+
+def check_config(config: DecodeConfig, target: TargetConfig, drafter: DrafterConfig | None) -> None:
+    """Raises ValueError on a setting out of range, naming it, what is allowed and what was found."""
+    c = config
+    _check(c.method in METHODS, f"method {c.method!r} is unknown; known: {', '.join(METHODS)}")
+    _check(
+        c.method == "autoregressive" or drafter is not None, f"method {c.method!r} needs a drafter, and none was given"
+    )
+    low = 2 if c.method == "ddtree" else 1
+    _check(_is_int(c.num_nodes, low, MAX_NODES), f"num_nodes must be {low}..{MAX_NODES}, root included; found {c.num_nodes!r}")
+    if c.draft_depth is not None:
+        most = drafter.depth if drafter is not None else None
+        _check(
+            _is_int(c.draft_depth, 1, most),
+            f"draft_depth must be 1..{most or 'the depth of the drafter'}; found {c.draft_depth!r}",
+        )
+    _check(_is_int(c.max_new_tokens, 1), f"max_new_tokens must be 1 or more; found {c.max_new_tokens!r}")
+    _check(
+        isinstance(c.temperature, int | float) and math.isfinite(c.temperature) and c.temperature >= 0,
+        f"temperature must be finite and not negative; found {c.temperature!r}",
+    )
+    _check(
+        c.temperature == 0 or c.temperature >= 1e-3,
+        f"temperature must be 0 (most probable token) or at least 0.001; found {c.temperature!r}",
+    )
+    seeds = (c.seed,) if isinstance(c.seed, int) else c.seed
+    _check(
+        isinstance(seeds, Sequence) and all(_is_int(s, 0, 2**32 - 1) for s in seeds),
+        f"seed must be an integer in 0..2^32-1, or one a prompt; found {c.seed!r}",
+    )
+    for token in c.stop_token_ids or ():
+        _check(
+            _is_int(token, 0, target.vocab_size - 1),
+            f"stop_token_ids must be in 0..{target.vocab_size - 1}; found {token!r}",
+        )
+    if c.capacity is not None:
+        _check(
+            _is_int(c.capacity, 2, target.max_position),
+            f"capacity must be 2..{target.max_position} (the target's longest context); found {c.capacity!r}",
+        )
+    if c.batch_size is not None:
+        _check(_is_int(c.batch_size, 1), f"batch_size must be 1 or more; found {c.batch_size!r}")
+    _check(_is_int(c.prefill_chunk, 1, MAX_NODES), f"prefill_chunk must be 1..{MAX_NODES}; found {c.prefill_chunk!r}")
+
+
+def make_proposer(config: DecodeConfig, target: Decoder, drafter: DrafterConfig | None) -> Proposer:
+    """The proposer of a method. Raises as `check_config` does."""
+    check_config(config, target.config, drafter)
+    if config.method == "autoregressive":
+        return NoDraft()
+    return DFlashProposer(
+        target=target,
+        config=drafter,
+        depth=config.draft_depth or drafter.depth,
+        num_nodes=config.num_nodes if config.method == "ddtree" else None,
+    )
+
+
+def make_plan(
+    config: DecodeConfig, target: TargetConfig, drafter: DrafterConfig | None, prompt_lengths: Sequence[int]
+) -> Plan:
+    """Plans the decode of prompts of these lengths, in tokens. Raises ValueError on anything that cannot be done."""
+    decoder = Decoder(target)
+    proposer = make_proposer(config, decoder, drafter)
+    count = len(prompt_lengths)
+    _check(count > 0, "no prompts were given")
+    for i, length in enumerate(prompt_lengths):
+        _check(length > 0, f"prompt {i} is empty")
+    capacity = config.capacity or min(target.max_position, bucket(max(prompt_lengths)) + bucket(config.max_new_tokens))
+    for i, length in enumerate(prompt_lengths):
+        _check(length < capacity, f"prompt {i} has {length} tokens, which leaves no room in a capacity of {capacity}")
+    seeds = (config.seed,) * count if isinstance(config.seed, int) else tuple(config.seed)
+    _check(len(seeds) == count, f"{len(seeds)} seeds were given for {count} prompts")
+
+    chunk = min(config.prefill_chunk, bucket(max(prompt_lengths)))
+    prompt_rows = -(-bucket(max(prompt_lengths)) // chunk) * chunk
+    limits = tuple(min(config.max_new_tokens, capacity - length) for length in prompt_lengths)
+    rows = max(capacity + proposer.max_path, prompt_rows)
+    stops = target.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
+    return Plan(
+        loop=DecodeLoop(target=decoder, proposer=proposer, sample=config.temperature > 0, chunk=chunk),
+        batch=min(config.batch_size or MAX_DEFAULT_BATCH, count),
+        prompt_rows=prompt_rows,
+        cache_rows=-(-rows // ROW_TILE) * ROW_TILE,
+        output_rows=bucket(min(config.max_new_tokens, capacity)) + proposer.max_path,
+        limits=limits,
+        seeds=seeds,
+        stop_token_ids=tuple(stops),
+    )

@@ -1,0 +1,48 @@
+"""Jitted entry points of the loop. The state is donated to each; a call compiles once per static loop and shapes."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ddtree_jax.decode.loop import ALL_ROUNDS, DecodeLoop
+from ddtree_jax.decode.state import DecodeState, Request
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
+def start(loop: DecodeLoop, params: Any, request: Request, prompt, prompt_length, state: DecodeState) -> DecodeState:
+    """Prefill and first token."""
+    return loop.prefill(params, request, prompt, prompt_length, state)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
+def advance(loop: DecodeLoop, params: Any, request: Request, state: DecodeState, max_rounds) -> DecodeState:
+    """At most `max_rounds` rounds, for streaming."""
+    return loop.advance(params, request, state, max_rounds)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
+def run(loop: DecodeLoop, params: Any, request: Request, prompt, prompt_length, state: DecodeState) -> DecodeState:
+    """Prefill and all rounds in one call: the host sees nothing before the last token."""
+    state = loop.prefill(params, request, prompt, prompt_length, state)
+    return loop.advance(params, request, state, ALL_ROUNDS)
+
+
+_executables: dict[Any, Callable] = {}
+
+
+def executable(function: Callable, loop: DecodeLoop, *args: Any) -> tuple[Callable, float]:
+    """The compiled form of a jitted entry point, and the seconds that compiling took (0.0 if it was at hand).
+
+    Compiling ahead of the call keeps compile time out of every reported speed.
+    """
+    avals = jax.tree.map(lambda x: (x.shape, x.dtype.name, getattr(x, "sharding", None)), args)
+    leaves, structure = jax.tree.flatten(avals, is_leaf=lambda x: isinstance(x, tuple) and len(x) == 3 and isinstance(x[1], str))
+    key = (function.__name__, loop, structure, tuple(leaves))
+    if key in _executables:
+        return _executables[key], 0.0
+    began = time.perf_counter()
+    _executables[key] = function.lower(loop, *args).compile()
+    return _executables[key], time.perf_counter() - began

@@ -1,0 +1,55 @@
+"""Parameter trees as shapes, without a weight in memory, and the check that a drafter fits a target."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ddtree_jax.config import DrafterConfig, TargetConfig
+from ddtree_jax.models.cache import KVCache
+from ddtree_jax.models.decoder import Decoder
+from ddtree_jax.models.dflash import DFlash
+
+
+def init_params(config: TargetConfig | DrafterConfig, key: jax.Array) -> Any:
+    """Random parameters at the shapes of `config` (norms one, biases zero)."""
+    cache = KVCache.empty(
+        num_layers=config.num_layers, batch=1, num_kv_heads=config.num_kv_heads, rows=8, head_dim=config.head_dim,
+        dtype=config.jax_dtype,
+    )  # fmt: skip
+    one = jnp.zeros((1, 1), jnp.int32)
+    if isinstance(config, TargetConfig):
+        variables = Decoder(config).init(key, one, one, jnp.ones((1, 1, 1), jnp.uint32), cache, method=Decoder._touch)
+    else:
+        width = len(config.target_layer_ids) * config.target_hidden_size
+        features = jnp.zeros((1, 1, width), config.jax_dtype)
+        block = jnp.zeros((1, 1, config.hidden_size), config.jax_dtype)
+        variables = DFlash(config).init(key, features, jnp.ones((1,), jnp.int32), block, cache, method=DFlash._touch)
+    return variables["params"]
+
+
+@functools.lru_cache
+def abstract_params(config: TargetConfig | DrafterConfig) -> Any:
+    """The parameter tree of `config` as jax.ShapeDtypeStruct leaves."""
+    return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
+
+
+def check_fits(drafter: DrafterConfig, target: TargetConfig) -> None:
+    """Raises ValueError naming the first way in which a drafter does not fit a target."""
+
+    def require(name: str, expected: object, found: object, ok: bool) -> None:
+        if not ok:
+            raise ValueError(f"the drafter does not fit the target: {name}: expected {expected}, found {found}")
+
+    d, t = drafter, target
+    require("target_hidden_size", t.hidden_size, d.target_hidden_size, d.target_hidden_size == t.hidden_size)
+    # Block input and output pass through the target's embedding and head.
+    require("hidden_size", t.hidden_size, d.hidden_size, d.hidden_size == t.hidden_size)
+    require("target_num_layers", t.num_layers, d.target_num_layers, d.target_num_layers == t.num_layers)
+    require("target_vocab_size", t.vocab_size, d.target_vocab_size, d.target_vocab_size == t.vocab_size)
+    require("mask_token_id", f"0..{t.vocab_size - 1}", d.mask_token_id, 0 <= d.mask_token_id < t.vocab_size)
+    ids = d.target_layer_ids
+    ascending = all(a < b for a, b in zip(ids, ids[1:]))
+    in_range = bool(ids) and ids[0] >= 0 and ids[-1] < t.num_layers
+    require("target_layer_ids", f"ascending block ids in 0..{t.num_layers - 1}", list(ids), ascending and in_range)

@@ -1,0 +1,58 @@
+"""Tiny random models, so that the whole loop can be tried and tested without a checkpoint.
+
+A random drafter almost never agrees with a random target. `self_drafter_params` and `Agreement` are for tests that
+need long accepted paths; see `tests/decode`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from ddtree_jax.api import Drafter, Target
+from ddtree_jax.config import DrafterConfig, RopeConfig, TargetConfig
+from ddtree_jax.models.abstract import init_params
+
+
+def tiny_target_config(**overrides) -> TargetConfig:
+    """A Qwen3-shaped target of 3 layers, vocabulary 61 and hidden size 32, in float32."""
+    values = dict(
+        architecture="qwen3", vocab_size=61, hidden_size=32, intermediate_size=48, num_layers=3, num_heads=4,
+        num_kv_heads=2, head_dim=8, rms_norm_eps=1e-6, rope=RopeConfig(theta=10000.0), qk_norm=True, qkv_bias=False,
+        o_bias=False, tie_embeddings=False, sliding_windows=(None,) * 3, max_position=512, stop_token_ids=(60,),
+        dtype="float32",
+    )  # fmt: skip
+    return TargetConfig(**values | overrides)
+
+
+def tiny_drafter_config(target: TargetConfig, **overrides) -> DrafterConfig:
+    """A DFlash drafter of 2 layers and 8 slots for `target`: one causal sliding layer, one full bidirectional."""
+    values = dict(
+        hidden_size=target.hidden_size, intermediate_size=40, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+        rms_norm_eps=1e-6, rope=RopeConfig(theta=10000.0), attention_bias=False, block_size=8,
+        mask_token_id=target.vocab_size - 2, target_layer_ids=(0, target.num_layers - 1),
+        target_hidden_size=target.hidden_size, target_num_layers=target.num_layers,
+        target_vocab_size=target.vocab_size, causal=(True, False), sliding_windows=(16, None), dtype=target.dtype,
+    )  # fmt: skip
+    return DrafterConfig(**values | overrides)
+
+
+def tiny_target(seed: int = 0, *, scale: float = 4.0, **overrides) -> Target:
+    """A random target. `scale` multiplies the head, so that draws are neither uniform nor certain."""
+    config = tiny_target_config(**overrides)
+    params = init_params(config, jax.random.key(seed))
+    head = "embed" if config.tie_embeddings else "lm_head"
+    params = {**params, head: {"weight": params[head]["weight"] * jnp.asarray(scale, config.jax_dtype)}}
+    return Target(config, params)
+
+
+def tiny_drafter(target: Target, seed: int = 1, **overrides) -> Drafter:
+    """A random drafter for `target`."""
+    config = tiny_drafter_config(target.config, **overrides)
+    return Drafter(config, init_params(config, jax.random.key(seed)))
+
+
+def with_dtype(target: Target, dtype: str) -> Target:
+    """The same target with parameters and activations in another dtype."""
+    params = jax.tree.map(lambda x: x.astype(dtype), target.params)
+    return dataclasses.replace(target, config=dataclasses.replace(target.config, dtype=dtype), params=params)
