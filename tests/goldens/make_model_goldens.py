@@ -1,0 +1,133 @@
+"""Writes the tiny random targets and what transformers computes with them, in float32 on the CPU.
+
+Run it with torch and transformers (see README.md); the tests need neither. Each model becomes a folder
+
+    models/<name>/config.json, generation_config.json, model.safetensors    as `save_pretrained` writes them
+    models/<name>/golden.npz    tokens, logits and block outputs, see `golden_arrays`
+"""
+
+import pathlib
+
+import numpy as np
+import torch
+import transformers
+
+OUT = pathlib.Path(__file__).parent / "models"
+TOKENS, PREFIXES, BRANCH = 40, (24, 17), 6
+
+SMALL = dict(vocab_size=96, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
+SMALL |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=2, dtype=torch.float32)
+# Widths differ from heads * head_dim wherever the family allows it: code that confuses the two cannot pass.
+NARROW = dict(hidden_size=48, head_dim=16, intermediate_size=64, **SMALL)
+WIDE = dict(hidden_size=64, intermediate_size=52, **SMALL)
+
+# The context extensions start at 16 tokens, so that 40 tokens lie well inside the stretched region.
+LLAMA3 = dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=8.0, beta_fast=2.0, beta_slow=0.25)
+EXTENDED = dict(original_max_position_embeddings=16)
+
+
+def models() -> dict[str, transformers.PreTrainedModel]:
+    """Every model of the suite, by folder name, with transformers' own initial weights."""
+    t = transformers
+    default = dict(rope_type="default", rope_theta=10000.0)
+    million = dict(rope_type="default", rope_theta=1000000.0)
+    return {
+        "llama": t.LlamaForCausalLM(
+            t.LlamaConfig(num_hidden_layers=3, rms_norm_eps=1e-5, head_dim=16, rope_parameters=default, **WIDE)
+        ),
+        "llama3_tied": t.LlamaForCausalLM(
+            t.LlamaConfig(
+                num_hidden_layers=3, rms_norm_eps=1e-5, rope_parameters=LLAMA3 | EXTENDED,
+                tie_word_embeddings=True, **NARROW,
+            )  # fmt: skip
+        ),
+        "qwen2": t.Qwen2ForCausalLM(t.Qwen2Config(num_hidden_layers=2, rope_parameters=million, **WIDE)),
+        # The first layer sees everything, the other a window that the 40 tokens outgrow.
+        "qwen2_window": t.Qwen2ForCausalLM(
+            t.Qwen2Config(
+                num_hidden_layers=2, rope_parameters=million, use_sliding_window=True, sliding_window=12,
+                max_window_layers=1, tie_word_embeddings=True, **WIDE | dict(hidden_size=48),
+            )  # fmt: skip
+        ),
+        "qwen3": t.Qwen3ForCausalLM(t.Qwen3Config(num_hidden_layers=4, rope_parameters=million, **NARROW)),
+        "qwen3_yarn": t.Qwen3ForCausalLM(
+            t.Qwen3Config(num_hidden_layers=2, rope_parameters=YARN | EXTENDED, attention_bias=True, **NARROW)
+        ),
+    }
+
+
+def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
+    """Weights under which every parameter matters: peaked attention, norms off 1, biases off 0, logits of order 1-10."""
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        if name.endswith("norm.weight"):
+            value = 1.0 + 0.2 * noise
+        elif name.endswith("bias"):
+            value = 0.3 * noise
+        elif "embed_tokens" in name or "lm_head" in name:
+            value = 3.0 * noise / weight.shape[-1] ** 0.5
+        else:
+            gain = 2.0 if "q_proj" in name or "k_proj" in name else 1.0
+            value = gain * noise / weight.shape[-1] ** 0.5
+        weight.data.copy_(value)
+
+
+@torch.no_grad()
+def run(model, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """tokens [B, N] -> logits [B, N, V] and the outputs of every block [layers, B, N, E], before the final norm."""
+    # Hooks, because the last entry of transformers' `hidden_states` has the final norm applied.
+    outputs = {}
+
+    def keep(index):
+        def hook(module, args, output):
+            outputs[index] = output[0] if isinstance(output, tuple) else output
+
+        return hook
+
+    hooks = [block.register_forward_hook(keep(i)) for i, block in enumerate(model.model.layers)]
+    logits = model(torch.from_numpy(tokens), use_cache=False).logits
+    for hook in hooks:
+        hook.remove()
+    return logits.numpy(), np.stack([outputs[i].numpy() for i in range(len(hooks))])
+
+
+def golden_arrays(model, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Two plain sequences, and for each a fork below a prefix of it.
+
+    tokens [2, 40] int64; logits [2, 40, V]; blocks [layers, 2, 40, E].
+    fork_prefix [2]: how many of `tokens` come before the fork. fork_tokens [2 slots, 2 branches, 6]: the branches agree in
+    their first token and differ in all others. fork_logits, fork_blocks: what the model says at exactly those tokens.
+    """
+    vocab = model.config.vocab_size
+    tokens = rng.integers(3, vocab, (2, TOKENS))
+    logits, blocks = run(model, tokens)
+    branches = rng.integers(3, vocab, (2, 2, BRANCH))
+    branches[:, 1, 0] = branches[:, 0, 0]
+    branches[:, 1, 1:] = (branches[:, 0, 1:] + rng.integers(1, vocab - 3, (2, BRANCH - 1)) - 3) % (vocab - 3) + 3
+    tails = []
+    for slot, prefix in enumerate(PREFIXES):
+        # A branch is run as a plain sequence of its own: nothing here knows about trees.
+        whole = np.concatenate([np.tile(tokens[slot, :prefix], (2, 1)), branches[slot]], axis=1)
+        fork_logits, fork_blocks = run(model, whole)
+        tails.append((fork_logits[:, prefix:], fork_blocks[:, :, prefix:]))
+    return dict(
+        tokens=tokens, logits=logits, blocks=blocks,
+        fork_prefix=np.array(PREFIXES), fork_tokens=branches,
+        fork_logits=np.stack([t[0] for t in tails]), fork_blocks=np.stack([t[1] for t in tails], axis=1),
+    )  # fmt: skip
+
+
+def main() -> None:
+    for seed, (name, model) in enumerate(models().items()):
+        model.set_attn_implementation("eager")
+        model.eval()
+        randomise(model, torch.Generator().manual_seed(seed))
+        model.save_pretrained(OUT / name)
+        arrays = golden_arrays(model, np.random.default_rng(seed))
+        np.savez_compressed(OUT / name / "golden.npz", **arrays)
+        print(f"{name}: |logits| max {np.abs(arrays['logits']).max():.1f}, std {arrays['logits'].std():.2f}")
+
+
+if __name__ == "__main__":
+    main()
