@@ -1,0 +1,9 @@
+"""Converts published checkpoints of targets and drafters into checkpoints of `ddtree_jax`.
+
+Command line: `python -m convert target SRC OUT` and `python -m convert drafter SRC OUT --target TARGET`.
+"""
+
+from convert.errors import ConversionError
+from convert.run import convert_drafter, convert_target
+
+__all__ = ["ConversionError", "convert_drafter", "convert_target"]

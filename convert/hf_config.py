@@ -1,0 +1,160 @@
+"""config.json of a Hugging Face model -> TargetConfig."""
+
+import dataclasses
+from pathlib import Path
+
+from convert.errors import mismatch
+from convert.fields import Fields
+from convert.rope_config import rope_config
+from ddtree_jax.config import TargetConfig
+
+DTYPES = ("bfloat16", "float32", "float16")
+LAYER_KINDS = ("full_attention", "sliding_attention")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Architecture:
+    """What the class of an architecture fixes and its config does not say.
+
+    Attributes:
+      class_name: the only entry accepted in `architectures`.
+      qk_norm: per-head norms on queries and keys.
+      qkv_bias, o_bias: fixed, or None where `attention_bias` decides.
+      head_dim: default where the config has none; None means hidden_size / num_attention_heads.
+      windows: whether layers may have sliding windows.
+    """
+
+    class_name: str
+    qk_norm: bool = False
+    qkv_bias: bool | None = None
+    o_bias: bool | None = None
+    head_dim: int | None = None
+    windows: bool = True
+
+
+ARCHITECTURES = {
+    "llama": _Architecture("LlamaForCausalLM", windows=False),
+    "qwen2": _Architecture("Qwen2ForCausalLM", qkv_bias=True, o_bias=False),
+    "qwen3": _Architecture("Qwen3ForCausalLM", qk_norm=True, head_dim=128),
+}
+
+
+def target_config(folder: Path, dtype: str | None = None) -> TargetConfig:
+    """Reads the config of a target.
+
+    Args:
+      folder: holds config.json and, usually, generation_config.json.
+      dtype: of the converted parameters; None keeps the checkpoint's own.
+
+    Raises:
+      ConversionError: an architecture, activation, rope kind or quantisation that is not supported, or a bad value.
+    """
+    config = Fields.read(folder / "config.json")
+    name = config.only("model_type", tuple(ARCHITECTURES), None)
+    architecture = ARCHITECTURES[name]
+    classes = config.data.get("architectures")
+    if classes is not None and classes != [architecture.class_name]:
+        hint = " (a drafter: python -m convert drafter)" if "DFlash" in str(classes) else ""
+        raise config.error("architectures", expected=[architecture.class_name], found=f"{classes}{hint}")
+    refuse_variants(config)
+    bias = config.flag("attention_bias", False)
+    layers = config.integer("num_hidden_layers")
+    heads, kv_heads = head_counts(config, default_to_heads=name == "llama")
+    if architecture.windows:
+        windows = sliding_windows(config, layers)
+    else:
+        config.only("sliding_window", (None,), None)
+        windows = (None,) * layers
+    return TargetConfig(
+        architecture=name,
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=config.integer("hidden_size"),
+        intermediate_size=config.integer("intermediate_size"),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim(config, heads, architecture.head_dim),
+        rms_norm_eps=config.number("rms_norm_eps", 1e-6),
+        rope=rope_config(config),
+        qk_norm=architecture.qk_norm,
+        qkv_bias=bias if architecture.qkv_bias is None else architecture.qkv_bias,
+        o_bias=bias if architecture.o_bias is None else architecture.o_bias,
+        tie_embeddings=config.flag("tie_word_embeddings", False),
+        sliding_windows=windows,
+        max_position=config.integer("max_position_embeddings"),
+        stop_token_ids=stop_token_ids(folder, config),
+        dtype=dtype or stored_dtype(config),
+    )
+
+
+def refuse_variants(config: Fields) -> None:
+    """Raises ConversionError on settings that change the mathematics and are not implemented."""
+    config.only("hidden_act", ("silu",), "silu")
+    config.only("mlp_bias", (False,), False)
+    if "quantization_config" in config:
+        method = config.nested("quantization_config").data.get("quant_method")
+        raise config.error("quantization_config", expected="none (unquantised weights)", found=repr(method))
+
+
+def head_counts(config: Fields, *, default_to_heads: bool) -> tuple[int, int]:
+    """(query heads, key/value heads); the second must divide the first."""
+    heads = config.integer("num_attention_heads")
+    if default_to_heads:
+        kv_heads = config.integer("num_key_value_heads", heads)
+    else:
+        kv_heads = config.integer("num_key_value_heads")
+    if heads % kv_heads:
+        raise config.error("num_key_value_heads", expected=f"a divisor of {heads} heads", found=kv_heads)
+    return heads, kv_heads
+
+
+def head_dim(config: Fields, heads: int, default: int | None) -> int:
+    """Size of a head, even (halves rotate against each other)."""
+    hidden = config.integer("hidden_size")
+    if "head_dim" not in config and default is None and hidden % heads:
+        raise config.error("hidden_size", expected=f"a multiple of {heads} heads", found=hidden)
+    size = config.integer("head_dim", default or hidden // heads)
+    if size % 2:
+        raise config.error("head_dim", expected="an even number", found=size)
+    return size
+
+
+def sliding_windows(config: Fields, layers: int) -> tuple[int | None, ...]:
+    """Window of each layer, None for full attention.
+
+    With `layer_types` they decide; without, `use_sliding_window` makes the layers from `max_window_layers` on slide.
+    """
+    kinds = config.strings("layer_types", layers)
+    if kinds is not None:
+        for i, kind in enumerate(kinds):
+            if kind not in LAYER_KINDS:
+                raise config.error(f"layer_types[{i}]", expected=" or ".join(LAYER_KINDS), found=repr(kind))
+        if "sliding_attention" not in kinds:
+            return (None,) * layers
+        if not config.flag("use_sliding_window", True):
+            raise config.error("use_sliding_window", expected="true (layer_types has sliding layers)", found="false")
+        window = config.integer("sliding_window")
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if not config.flag("use_sliding_window", False) or "sliding_window" not in config:
+        return (None,) * layers
+    window, first = config.integer("sliding_window"), config.integer("max_window_layers", 28, least=0)
+    return tuple(window if i >= first else None for i in range(layers))
+
+
+def stop_token_ids(folder: Path, config: Fields) -> tuple[int, ...]:
+    """End-of-text ids of generation_config.json, then those of config.json, each once."""
+    ids: list[int] = []
+    generation = folder / "generation_config.json"
+    for fields in ([Fields.read(generation)] if generation.is_file() else []) + [config]:
+        ids.extend(fields.integers("eos_token_id", ()))
+    vocab = config.integer("vocab_size")
+    for token in ids:
+        if not 0 <= token < vocab:
+            raise mismatch(folder / "config.json", "eos_token_id", expected=f"an id in 0..{vocab - 1}", found=token)
+    return tuple(dict.fromkeys(ids))
+
+
+def stored_dtype(config: Fields) -> str:
+    """The dtype that the checkpoint was saved in; bfloat16 where it does not say."""
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    return config.only(key, DTYPES, "bfloat16")

@@ -1,0 +1,127 @@
+"""The two conversions, from a source on disk or on the hub to a checkpoint."""
+
+from pathlib import Path
+
+import tokenizers
+
+from convert.drafter_config import ANCHOR_TENSORS, drafter_config
+from convert.errors import ConversionError, mismatch
+from convert.gguf_source import GGUFSource, gguf_target_config
+from convert.gguf_tokenizer import gguf_tokenizer_files
+from convert.hf_config import DTYPES, target_config
+from convert.locate import locate
+from convert.pipeline import check_names, write_checkpoint
+from convert.safetensors_source import SafetensorsSource
+from convert.source import Renamed
+from ddtree_jax.checkpoint import check_free, load_config
+from ddtree_jax.config import DrafterConfig, TargetConfig
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+
+
+def convert_target(
+    src: str | Path,
+    out: str | Path,
+    *,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    revision: str | None = None,
+    progress: bool = False,
+) -> TargetConfig:
+    """Converts a target and its tokenizer.
+
+    Args:
+      src: a Hugging Face folder (config.json, safetensors, tokenizer.json), a hub id, or a .gguf file.
+      out: checkpoint folder to write.
+      dtype: "bfloat16", "float32" or "float16"; None keeps the source's own (GGUF: bfloat16).
+      overwrite: replace a target checkpoint at `out`.
+      revision: of a hub id.
+      progress: show a bar if standard error is a terminal.
+
+    Raises:
+      ConversionError, CheckpointError: nothing was written, and whatever was at `out` is still there.
+    """
+    _check_dtype(dtype)
+    check_free(out, "target", overwrite=overwrite)
+    path = locate(src, revision)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise mismatch(path, "file", expected="a folder or a .gguf file", found=path.suffix or "no suffix")
+        source = GGUFSource(path)
+        config = gguf_target_config(source, dtype)
+        files = gguf_tokenizer_files(source)
+    else:
+        config = target_config(path, dtype)
+        source = SafetensorsSource(path)
+        files = {name: path / name for name in TOKENIZER_FILES if (path / name).is_file()}
+    check_names(source, config, file=path)
+    _check_tokenizer(path, files, config)
+    origin = _origin(src, revision)
+    write_checkpoint(out, config, source, extra_files=files, origin=origin, overwrite=overwrite, progress=progress)
+    return config
+
+
+def convert_drafter(
+    src: str | Path,
+    out: str | Path,
+    *,
+    target: str | Path | TargetConfig,
+    sample_from_anchor: bool = False,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    revision: str | None = None,
+    progress: bool = False,
+) -> DrafterConfig:
+    """Converts a DFlash drafter and checks that it fits its target.
+
+    Args:
+      src: a folder in the z-lab layout, or a hub id.
+      out, dtype, overwrite, revision, progress: see `convert_target`.
+      target: the converted target (its folder or its config).
+      sample_from_anchor: the source has the slot layout of DSpark and DeepSpec; never guessed.
+
+    Raises:
+      ConversionError, CheckpointError: nothing was written, and whatever was at `out` is still there.
+    """
+    _check_dtype(dtype)
+    check_free(out, "drafter", overwrite=overwrite)
+    fitted = target if isinstance(target, TargetConfig) else load_config(target, "target")
+    path = locate(src, revision)
+    if not path.is_dir():
+        raise mismatch(path, "file", expected="a folder with config.json and safetensors", found="a file")
+    source = Renamed(SafetensorsSource(path), lambda name: name.removeprefix("model."))
+    config = drafter_config(path, source.tensors, fitted, sample_from_anchor=sample_from_anchor, dtype=dtype)
+    table = (fitted.vocab_size, fitted.hidden_size)
+    # Copies of the target's own tables, which the drafter shares here.
+    unused = [(name, table) for name in ANCHOR_TENSORS] if sample_from_anchor else []
+    check_names(source, config, file=path, unused=unused)
+    write_checkpoint(out, config, source, origin=_origin(src, revision), overwrite=overwrite, progress=progress)
+    return config
+
+
+def _check_dtype(dtype: str | None) -> None:
+    if dtype is not None and dtype not in DTYPES:
+        raise ConversionError(f"dtype: expected {' or '.join(DTYPES)}, found {dtype!r}")
+
+
+def _check_tokenizer(path: Path, files: dict[str, bytes | Path], config: TargetConfig) -> None:
+    """The tokenizer must be readable and must not produce an id past the embedding table."""
+    content = files.get("tokenizer.json")
+    if content is None:
+        raise mismatch(path / "tokenizer.json", "file", expected="a tokenizer of the tokenizers library", found="none")
+    text = content.decode() if isinstance(content, bytes) else content.read_text(encoding="utf-8")
+    try:
+        vocabulary = tokenizers.Tokenizer.from_str(text).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the library raises bare Exception
+        raise ConversionError(f"{path / 'tokenizer.json'}: cannot be read as a tokenizer: {error}") from None
+    highest = max(vocabulary.values(), default=-1)
+    if highest >= config.vocab_size:
+        expected = f"below the {config.vocab_size} rows of the embedding"
+        raise mismatch(path / "tokenizer.json", "highest token id", expected=expected, found=highest)
+
+
+def _origin(src: str | Path, revision: str | None) -> str:
+    """What config.json tells of the source: a name, not where it lay on somebody's disk."""
+    path = Path(src).expanduser()
+    name = path.resolve().name if path.exists() else str(src)
+    return name if revision is None else f"{name}@{revision}"
