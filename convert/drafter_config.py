@@ -32,6 +32,11 @@ _VARIANTS = (
     ("markov_head_type", (None, "none")),
     ("markov_rank", (None, 0)),
 )
+_INNER_KEYS = {
+    "block_size", "mask_token_id", "mask_token", "target_layer_ids", "num_target_layers", "output_multiplier",
+    "final_logit_softcapping", "input_embedding_scale", "causal", "use_swa", "swa_window_size", "sample_from_anchor",
+    *(key for key, _ in _VARIANTS),
+}  # fmt: skip
 
 
 def drafter_config(
@@ -187,6 +192,8 @@ def _refuse_variants(folder: Path, config: Fields, inner: Fields) -> None:
         if place.data.get(key) not in absent:
             found = f"{place.data[key]!r} (a variant of DFlash that is not supported)"
             raise place.error(key, expected="nothing", found=found)
+    for key in sorted(set(inner.data) - _INNER_KEYS):
+        warnings.warn(f"{config.file}: dflash_config.{key}: not known here, ignored", stacklevel=3)
     if (folder / "mask_embedding.pt").exists():
         found = "an own mask embedding (not supported)"
         raise mismatch(folder / "mask_embedding.pt", "file", expected="none", found=found)

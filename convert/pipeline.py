@@ -58,7 +58,7 @@ def write_checkpoint(
 ) -> None:
     """Writes the checkpoint at `out`. The names have been checked; values are checked on the way.
 
-    Host memory: one group of parameters (a layer, or the embedding table) at a time.
+    Host memory: about twice a group of parameters (a layer, or the embedding table), whatever the size of the whole.
     """
     with (
         open_checkpoint(out, config, source=origin, overwrite=overwrite) as writer,

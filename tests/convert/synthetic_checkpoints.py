@@ -1,0 +1,131 @@
+"""Tiny Hugging Face folders with random weights, written without the code under test."""
+
+import json
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import tokenizers
+from safetensors.numpy import save_file
+
+LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 2, 16, 24, 4, 2, 8, 40
+CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+def target_json(architecture: str, **changes) -> dict:
+    config = {
+        "architectures": [CLASSES[architecture]],
+        "model_type": architecture,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5000.0,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        "eos_token_id": 3,
+        "torch_dtype": "bfloat16",
+    }
+    return {**config, **changes}
+
+
+def drafter_json(**changes) -> dict:
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5000.0,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 128,
+        "num_target_layers": LAYERS,
+        "block_size": 4,
+        "dtype": "bfloat16",
+        "dflash_config": {"mask_token_id": VOCAB - 1, "target_layer_ids": [0, 1]},
+    }
+    return {**config, **changes}
+
+
+def _layer(prefix: str, *, norms: bool, qkv_bias: bool, o_bias: bool) -> dict[str, tuple[int, ...]]:
+    query, key = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    shapes = {
+        "input_layernorm.weight": (HIDDEN,),
+        "post_attention_layernorm.weight": (HIDDEN,),
+        "self_attn.q_proj.weight": (query, HIDDEN),
+        "self_attn.k_proj.weight": (key, HIDDEN),
+        "self_attn.v_proj.weight": (key, HIDDEN),
+        "self_attn.o_proj.weight": (HIDDEN, query),
+        "mlp.gate_proj.weight": (INTERMEDIATE, HIDDEN),
+        "mlp.up_proj.weight": (INTERMEDIATE, HIDDEN),
+        "mlp.down_proj.weight": (HIDDEN, INTERMEDIATE),
+    }
+    if norms:
+        shapes |= {"self_attn.q_norm.weight": (HEAD_DIM,), "self_attn.k_norm.weight": (HEAD_DIM,)}
+    if qkv_bias:
+        shapes |= {
+            "self_attn.q_proj.bias": (query,), "self_attn.k_proj.bias": (key,), "self_attn.v_proj.bias": (key,),
+        }  # fmt: skip
+    if o_bias:
+        shapes |= {"self_attn.o_proj.bias": (HIDDEN,)}
+    return {prefix + name: shape for name, shape in shapes.items()}
+
+
+def _random(shapes: dict[str, tuple[int, ...]], seed: int, dtype) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes.items()}
+
+
+def target_tensors(config: dict, seed: int = 0, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
+    kind, bias = config["model_type"], config.get("attention_bias", False)
+    shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
+    for i in range(LAYERS):
+        qkv_bias, o_bias = bias or kind == "qwen2", bias and kind != "qwen2"
+        shapes |= _layer(f"model.layers.{i}.", norms=kind == "qwen3", qkv_bias=qkv_bias, o_bias=o_bias)
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (VOCAB, HIDDEN)
+    return _random(shapes, seed, dtype)
+
+
+def drafter_tensors(config: dict, seed: int = 1, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
+    bias = config.get("attention_bias", False)
+    shapes = {"fc.weight": (HIDDEN, 2 * HIDDEN), "hidden_norm.weight": (HIDDEN,), "norm.weight": (HIDDEN,)}
+    for i in range(LAYERS):
+        shapes |= _layer(f"layers.{i}.", norms=True, qkv_bias=bias, o_bias=bias)
+    return _random(shapes, seed, dtype)
+
+
+def tokenizer_json(size: int = VOCAB) -> str:
+    vocab = {chr(ord("a") + i) if i < 26 else f"<{i}>": i for i in range(size)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, []))
+    backend.add_special_tokens(["<0>" if size < 26 else f"<{size - 1}>"])
+    return backend.to_str()
+
+
+def write_folder(
+    folder: Path, config: dict, tensors: dict[str, np.ndarray], *, shards: int = 1, tokenizer: bool = True
+) -> Path:
+    """config.json, safetensors in `shards` files (with an index from two on) and, for targets, a tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+    else:
+        files = {name: f"model-{1 + i % shards:05d}-of-{shards:05d}.safetensors" for i, name in enumerate(tensors)}
+        for file in set(files.values()):
+            save_file({n: t for n, t in tensors.items() if files[n] == file}, folder / file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    if tokenizer:
+        (folder / "tokenizer.json").write_text(tokenizer_json())
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "d"}))
+    return folder
