@@ -24,8 +24,8 @@ NODES = 11  # most passes have this width, so that each model compiles three pro
 @functools.cache
 def compiled(name: str, taps: tuple[int, ...]):
     """(tokens [B, N], depth [N], ancestors [B, N, W], cache) -> logits, features, tree_kv."""
-    config, params = target(name)
-    decoder = Decoder(config)
+    model = target(name)
+    decoder = Decoder(model.config)
 
     @jax.jit
     def run(params, tokens, depth, ancestors, cache):
@@ -33,7 +33,7 @@ def compiled(name: str, taps: tuple[int, ...]):
         out = decoder.apply({"params": params}, tokens, positions, ancestors, cache, taps)
         return decoder.apply({"params": params}, out.hidden, method=Decoder.logits), out.features, out.tree_kv
 
-    return functools.partial(run, params)
+    return functools.partial(run, model.params)
 
 
 append_rows, commit_path = jax.jit(cache_lib.append_rows), jax.jit(cache_lib.commit_path)
@@ -43,7 +43,7 @@ class Runner:
     """Feeds trees of tokens to a decoder and compares what comes out; keeps the cache between passes."""
 
     def __init__(self, name: str, taps: tuple[int, ...] | None = None, batch: int = 2):
-        config, _ = target(name)
+        config = target(name).config
         self.taps = tuple(range(config.num_layers)) if taps is None else taps
         self._run = compiled(name, self.taps)
         # Rows that nobody wrote are NaN: reading one of them cannot go unnoticed.
