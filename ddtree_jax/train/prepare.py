@@ -1,0 +1,95 @@
+"""From prompt files to stored answers: encoding, checks, answering, resuming."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from ddtree_jax.api import Target
+from ddtree_jax.prompts import encode_prompt, read_prompt_file
+from ddtree_jax.train.answering import Question, answer, request_seed
+from ddtree_jax.train.answers import Answer, AnswerStore, Manifest, digest_of, fingerprint
+from ddtree_jax.train.config import TrainConfig
+from ddtree_jax.train.data import Document
+from ddtree_jax.train.progress import ProgressLine
+
+
+def encode_files(target: Target, files: Sequence[str | Path], config: TrainConfig) -> list[list[int]]:
+    """Token ids of the first turn of every prompt, in the target's chat template where it has one.
+
+    Raises ValueError naming file and prompt: an empty or unreadable file, or (unless `prompt_overflow` is "skip") a prompt
+    after which a row of `sequence_length` tokens, or the target's context, has no room for an answer of two tokens.
+    """
+    most = min(config.sequence_length, target.config.max_position) - 2
+    encoded, skipped = [], 0
+    for file in files:
+        for record in read_prompt_file(file):
+            prompt = record.turns[0]
+            chat = target.tokenizer is not None and target.tokenizer.chat_template is not None
+            messages = [{"role": "user", "content": prompt}] if chat else prompt
+            kwargs = {"enable_thinking": config.thinking} if chat else {}
+            try:
+                tokens = encode_prompt(target.tokenizer, messages, **kwargs)
+            except ValueError as error:
+                raise ValueError(f"{file}: prompt {record.id!r}: {error}") from None
+            if len(tokens) <= most:
+                encoded.append(tokens)
+            elif config.prompt_overflow == "skip":
+                skipped += 1
+            else:
+                raise ValueError(
+                    f"{file}: prompt {record.id!r} has {len(tokens)} tokens, at most {most} leave room for an answer "
+                    f"(sequence_length {config.sequence_length}, context {target.config.max_position}); "
+                    "raise sequence_length or set prompt_overflow = \"skip\""
+                )
+    if not encoded:
+        raise ValueError(f"{', '.join(map(str, files))}: no prompt is short enough ({skipped} skipped)")
+    return encoded
+
+
+def answer_prompts(
+    target: Target, prompts: Sequence[Sequence[int]], folder: str | Path, config: TrainConfig, *, temperature: float,
+    minutes: float = 0.0, title: str = "answers", quiet: bool = False,
+) -> list[Document]:  # fmt: skip
+    """The target's answers to encoded prompts at one temperature, read from `folder` where they exist and made where not.
+
+    Args:
+      folder: see `train.answers`.
+      minutes: time limit, 0 for none; at least one answer is needed.
+
+    Raises:
+      ValueError: the folder belongs to another target, other prompts or other settings.
+      OSError: the disk is full or the like; finished shards are kept.
+    """
+    samples = config.samples if temperature > 0 else 1
+    manifest = Manifest(
+        target=fingerprint(target.config, target.params), prompts=digest_of(prompts), num_prompts=len(prompts),
+        samples=samples, temperature=temperature, max_new_tokens=config.max_new_tokens, seed=config.seed,
+        vocab_size=target.config.vocab_size,
+    )  # fmt: skip
+    store = AnswerStore(folder, manifest)
+    finished = store.finished()
+    # A random order, so that a run cut short by the clock has seen every kind of prompt.
+    order = np.random.default_rng([config.seed, manifest.num_requests]).permutation(manifest.num_requests).tolist()
+    questions = [Question(r, prompts[r // samples], request_seed(config.seed, r)) for r in order if r not in finished]
+    deadline = time.monotonic() + 60 * minutes if minutes else None
+    unsaved: list[Answer] = []
+    began, tokens, done = time.monotonic(), 0, len(finished)
+    with ProgressLine(title, manifest.num_requests, quiet=quiet) as progress:
+        for answers in answer(
+            target.config, target.params, questions, temperature=temperature, max_new_tokens=config.max_new_tokens,
+            slots=config.answer_slots, refill=config.answer_refill, deadline=deadline,
+        ):  # fmt: skip
+            unsaved += answers
+            tokens, done = tokens + sum(len(a.tokens) for a in answers), done + len(answers)
+            if len(unsaved) >= config.answers_per_shard:
+                store.append(unsaved)
+                unsaved = []
+            progress.update(done, f"{tokens / (time.monotonic() - began):.0f} tokens/s")
+        store.append(unsaved)
+        if questions:
+            seconds = time.monotonic() - began
+            progress.note(f"{title}: {tokens} tokens in {seconds:.1f} s, {tokens / seconds:.0f} tokens/s, {done} of "
+                          f"{manifest.num_requests} answered")  # fmt: skip
+    return store.documents()
