@@ -18,19 +18,19 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ddtree_jax.tree.chain import root_tree
 from ddtree_jax.tree.draft_tree import DraftTree, ancestor_bits
+from ddtree_jax.tree.select import clean_log_probs, sorted_largest, top_tokens
 
 
 def build_tree(log_probs: jax.Array, num_nodes: int, *, root_tokens: jax.Array | None = None) -> DraftTree:
     """The tree of the `num_nodes - 1` most probable prefixes, exactly (arXiv 2604.12989, Algorithm 1, Lemma 1).
 
     Nodes are ordered by non-increasing log_prob; ties put the shallower node first, then the one whose parent comes
-    first, then the more probable token, then the smaller token id. Parents therefore always come before children,
-    also when probabilities are exactly 1. Prefixes of probability 0 (-inf) and NaN entries never become nodes: where
-    fewer than N - 1 prefixes are possible the rest is padding.
+    first, then the better token (tokens of equal probability: in the order of `top_tokens`). Parents therefore always
+    come before children, also when probabilities are exactly 1. Prefixes of probability 0 (-inf) and NaN entries never
+    become nodes: where fewer than N - 1 prefixes are possible the rest is padding.
 
     Args:
       log_probs: [B, L, V] float32, the drafter's log softmax per depth.
@@ -52,26 +52,6 @@ def build_tree(log_probs: jax.Array, num_nodes: int, *, root_tokens: jax.Array |
     depths = min(depths, num_nodes - 1)
     token_log_prob, tokens = top_tokens(log_probs[:, :depths], min(num_nodes - 1, vocab))
     return build_from_top(token_log_prob, tokens, num_nodes, root_tokens)
-
-
-def top_tokens(log_probs: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """The k most probable tokens of every depth, best first; NaN counts as probability 0.
-
-    Args:
-      log_probs: [B, L, V] float32.
-      k: tokens to keep, 1 <= k <= V (static).
-
-    Returns:
-      log_prob [B, L, k] float32 and token [B, L, k] int32.
-
-    Raises:
-      ValueError: k out of range, or an array of another rank or dtype.
-    """
-    _check_array("log_probs", log_probs, 3, jnp.float32)
-    if not 1 <= k <= log_probs.shape[-1]:
-        raise ValueError(f"k must be between 1 and the vocabulary size {log_probs.shape[-1]}, got {k}")
-    values, tokens = lax.top_k(_clean(log_probs), k)
-    return values, tokens.astype(jnp.int32)
 
 
 def build_from_top(
@@ -110,11 +90,10 @@ def build_from_top(
     if num_nodes == 1:
         return root_tree(roots)
     plan = _plan(num_nodes, depths, ranks)
-    weights, pairs = _frontiers(_clean(token_log_prob), plan)  # [B, sum of W]
+    weights, pairs = _frontiers(clean_log_probs(token_log_prob), plan)  # [B, sum of W]
 
     count = min(num_nodes - 1, weights.shape[1])
-    log_prob, chosen = lax.top_k(weights, count)  # stable: shallower depths come first in `weights`
-    chosen = chosen.astype(jnp.int32)
+    log_prob, chosen = sorted_largest(weights, count)  # `weights` has shallower depths first: so do ties
     live = log_prob > -jnp.inf
     pair = jnp.take_along_axis(pairs, chosen, axis=1, mode="clip")  # [B, count]
     # A node's parent is the chosen prefix with its parent's number. It is always there: it is at least as probable
@@ -159,11 +138,12 @@ def top_suffices(tree: DraftTree, token_log_prob: jax.Array) -> jax.Array:
     Returns:
       [B] bool. True proves the tree exact; False proves nothing (R = V, say, is always exact).
     """
-    values = _clean(token_log_prob)
-    best_above = jnp.cumsum(values[:, :, 0], axis=1) - values[:, :, 0]
-    # A depth under an impossible one gives -inf - -inf; nothing can be missed there.
-    best_above = jnp.where(jnp.isnan(best_above), -jnp.inf, best_above)
-    best_missed = jnp.max(best_above + values[:, :, -1], axis=1)
+    values = clean_log_probs(token_log_prob)
+    above = jnp.zeros_like(values[:, 0, 0])
+    best_missed = jnp.full_like(above, -jnp.inf)
+    for depth in range(values.shape[1]):  # sums in the builder's order, so that rounding is the same
+        best_missed = jnp.maximum(best_missed, above + values[:, depth, -1])
+        above = above + values[:, depth, 0]
     return (best_missed < tree.log_prob[:, -1]) | jnp.isneginf(best_missed)
 
 
@@ -217,16 +197,11 @@ def _frontiers(token_log_prob: jax.Array, plan: _Plan) -> tuple[jax.Array, jax.A
     for depth, width in enumerate(plan.widths):
         # A child is never more probable than its parent: rounding is monotone and no token is above 0.
         candidates = weights[:, plan.prefix[depth]] + token_log_prob[:, depth][:, plan.rank[depth]]
-        weights, kept = lax.top_k(candidates, width)
+        weights, kept = sorted_largest(candidates, width)
         all_weights.append(weights)
-        all_pairs.append(kept.astype(jnp.int32) + first_pair)
+        all_pairs.append(kept + first_pair)
         first_pair += plan.prefix[depth].size
     return jnp.concatenate(all_weights, axis=1), jnp.concatenate(all_pairs, axis=1)
-
-
-def _clean(log_probs: jax.Array) -> jax.Array:
-    """NaN becomes -inf (top_k would rank it first), and values that rounding put above 0 become 0."""
-    return jnp.where(jnp.isnan(log_probs), -jnp.inf, jnp.minimum(log_probs, 0.0))
 
 
 def _check_num_nodes(num_nodes: int) -> None:

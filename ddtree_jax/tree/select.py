@@ -1,0 +1,84 @@
+"""Picking the largest: of the vocabulary (long rows, order of ties free) and of candidate lists (short, stable).
+
+Shape letters: B slots · L draft depth · V vocabulary · M candidates.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# The longest list that XLA's radix select on GPUs serves; above it XLA sorts the whole row. Measured on an H200 with
+# 15 rows of 151936: 69 us for 63 tokens, but 605 us for 255 and 591 us for a stable selection of any length.
+FAST_TOP_K = 128
+
+
+def top_tokens(log_probs: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The k most probable tokens of every depth, best first; NaN counts as probability 0.
+
+    Which of several exactly equal tokens is taken, and their order, is unspecified (a stable selection sorts the
+    vocabulary on GPUs); any choice gives a tree of equal probability, and none changes the committed text.
+
+    Args:
+      log_probs: [B, L, V] float32.
+      k: tokens to keep, 1 <= k <= V (static).
+
+    Returns:
+      log_prob [B, L, k] float32 and token [B, L, k] int32. Tokens of probability above 0 are distinct.
+
+    Raises:
+      ValueError: k out of range, or an array of another rank or dtype.
+    """
+    if log_probs.ndim != 3 or log_probs.dtype != jnp.float32:
+        raise ValueError(f"log_probs must be [B, L, V] float32, got {log_probs.shape} {log_probs.dtype}")
+    if not 1 <= k <= log_probs.shape[-1]:
+        raise ValueError(f"k must be between 1 and the vocabulary size {log_probs.shape[-1]}, got {k}")
+    remaining = clean_log_probs(log_probs)
+    values, tokens = [], []
+    for taken in range(0, k, FAST_TOP_K):
+        if taken:  # two fast selections beat one sort: strike out what was found and look again
+            remaining = jnp.put_along_axis(remaining, tokens[-1], -jnp.inf, axis=-1, inplace=False)
+        value, token = lax.top_k(remaining, min(FAST_TOP_K, k - taken), is_stable=False)
+        values.append(value)
+        tokens.append(token.astype(jnp.int32))
+    return jnp.concatenate(values, axis=-1), jnp.concatenate(tokens, axis=-1)
+
+
+def clean_log_probs(log_probs: jax.Array) -> jax.Array:
+    """NaN becomes -inf (a selection would rank it first), and values that rounding put above 0 become 0."""
+    return jnp.where(jnp.isnan(log_probs), -jnp.inf, jnp.minimum(log_probs, 0.0))
+
+
+def sorted_largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The `count` largest of each row of a short list, in falling order, equal ones in order of position.
+
+    Args:
+      values: [B, M] float32 without NaN.
+      count: 1 <= count <= M (static).
+
+    Returns:
+      values [B, count] float32 and positions [B, count] int32.
+    """
+
+    def by_sorting(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        best, position = lax.top_k(values, count, is_stable=True)
+        return best, position.astype(jnp.int32)
+
+    def by_counting(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return largest_by_counting(values, count)
+
+    # A GPU compares all with all in less time than a sort takes to start: the 256-node build takes 102 us instead of
+    # 293 us on an H200.
+    return lax.platform_dependent(values, cuda=by_counting, default=by_sorting)
+
+
+def largest_by_counting(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """`sorted_largest` in two fused reductions: a value's place is the number of values that come before it."""
+    position = jnp.arange(values.shape[1], dtype=jnp.int32)
+    here, other = values[:, :, None], values[:, None, :]
+    earlier = (position[None, :] < position[:, None])[None]
+    place = jnp.sum((other > here) | ((other == here) & earlier), axis=2, dtype=jnp.int32)  # [B, M], a permutation
+    wanted = jnp.arange(count, dtype=jnp.int32)[None, :, None]
+    chosen = jnp.sum(jnp.where(place[:, None, :] == wanted, position[None, None], 0), axis=2, dtype=jnp.int32)
+    return jnp.take_along_axis(values, chosen, axis=1, mode="clip"), chosen

@@ -1,0 +1,52 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ddtree_jax.tree.select import FAST_TOP_K, largest_by_counting, sorted_largest, top_tokens
+
+
+@pytest.mark.parametrize("k", [1, 7, FAST_TOP_K, FAST_TOP_K + 1, 300, 400])
+def test_top_tokens_match_a_sort(k):
+    rng = np.random.default_rng(k)
+    log_probs = -rng.permuted(np.tile(np.arange(400, dtype=np.float32), (2, 3, 1)), axis=2)  # no ties
+    values, tokens = top_tokens(jnp.asarray(log_probs), k)
+    assert values.shape == tokens.shape == (2, 3, k)
+    assert values.dtype == jnp.float32 and tokens.dtype == jnp.int32
+    np.testing.assert_array_equal(values, -np.sort(-log_probs, axis=2)[:, :, :k])
+    np.testing.assert_array_equal(tokens, np.argsort(-log_probs, axis=2)[:, :, :k])
+
+
+def test_equal_tokens_are_taken_once_across_the_rounds_of_selection():
+    values, tokens = top_tokens(jnp.full((1, 1, 300), -1.0, jnp.float32), 300)
+    np.testing.assert_array_equal(values, np.full((1, 1, 300), -1.0))
+    np.testing.assert_array_equal(np.sort(np.asarray(tokens)[0, 0]), np.arange(300))
+
+
+def test_nan_and_rounding_are_cleaned():
+    values, tokens = top_tokens(jnp.array([[[jnp.nan, -2.0, 1e-7, -jnp.inf]]], jnp.float32), 4)
+    np.testing.assert_array_equal(values, [[[0.0, -2.0, -np.inf, -np.inf]]])
+    np.testing.assert_array_equal(tokens[0, 0, :2], [2, 1])
+
+
+@pytest.mark.parametrize("select", [sorted_largest, largest_by_counting])
+@pytest.mark.parametrize("count", [1, 5, 60])
+def test_short_lists_are_stable(select, count):
+    rng = np.random.default_rng(count)
+    values = -rng.integers(0, 6, size=(3, 60)).astype(np.float32)
+    values[values == -5] = -np.inf
+    best, position = select(jnp.asarray(values), count)
+    expected = np.argsort(-values, axis=1, kind="stable")[:, :count]
+    np.testing.assert_array_equal(position, expected)
+    np.testing.assert_array_equal(best, np.take_along_axis(values, expected, axis=1))
+    assert position.dtype == jnp.int32
+
+
+def test_errors():
+    log_probs = jnp.zeros((1, 2, 5), jnp.float32)
+    for k in (0, 6):
+        with pytest.raises(ValueError, match="between 1 and the vocabulary size 5"):
+            top_tokens(log_probs, k)
+    with pytest.raises(ValueError, match="float32"):
+        top_tokens(log_probs.astype(jnp.bfloat16), 2)
+    with pytest.raises(ValueError, match=r"\[B, L, V\]"):
+        top_tokens(log_probs[0], 2)
