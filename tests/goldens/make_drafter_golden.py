@@ -1,7 +1,7 @@
 """Writes tiny random DFlash drafters and an independent float32 evaluation of them (arXiv 2602.06036), in numpy only.
 
-Nothing here knows of a cache: every layer projects the whole context and the whole block again, and the attention mask is
-built from absolute positions. Nothing is imported from the package under test. Each drafter becomes a folder
+Nothing here knows of a cache: every layer projects the whole context and the whole block again, and the attention mask
+is built from absolute positions. Nothing is imported from the package under test. Each drafter becomes a folder
 
     drafters/<name>/config.json, model.safetensors    in the names of the published checkpoints
     drafters/<name>/golden.npz                        see `golden_arrays`
@@ -55,13 +55,17 @@ def drafters(target: dict) -> dict[str, dict]:
     return {
         "full": config_json(
             target, layers=3, taps=[0, 2], dflash={},
-            top={"block_size": 8, "layer_types": 3 * full, "sliding_window": None, "use_sliding_window": False, **old_rope},
+            top={
+                "block_size": 8, "layer_types": 3 * full,
+                "sliding_window": None, "use_sliding_window": False, **old_rope,
+            },
         ),
         # Window 8 on a context of 21: the last slots of the block lose sight of everything but the block's end.
         "sliding": config_json(
             target, layers=2, taps=[0, 1, 3], dflash={"block_size": 6},
             top={
-                "layer_types": ["sliding_attention", *full], "sliding_window": 8, "use_sliding_window": True, **new_rope,
+                "layer_types": ["sliding_attention", *full],
+                "sliding_window": 8, "use_sliding_window": True, **new_rope,
             },
         ),
         "bias": config_json(
@@ -120,7 +124,7 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 
 def rotate(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
-    """Rotary embedding of x [heads, rows, D] as complex numbers: dimension j is the real, j + D/2 the imaginary part."""
+    """Rotary embedding of x [heads, rows, D] as complex numbers: dimension j is real, j + D/2 imaginary."""
     half = x.shape[-1] // 2
     angles = positions[:, None] * theta ** (-np.arange(half) / half)
     turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
@@ -141,7 +145,7 @@ def visible(config: dict, layer: int, start: int, slots: int) -> np.ndarray:
 
 
 def draft(config: dict, w: dict, features: np.ndarray, block: np.ndarray) -> np.ndarray:
-    """One draft pass of one slot: features [start, T * E] before the anchor, block embeddings [S, E] -> hidden [S, E]."""
+    """One pass for one slot: features [start, T * E] before the anchor, embeddings [S, E] -> hidden [S, E]."""
     start, slots = len(features), len(block)
     eps, head_dim = config["rms_norm_eps"], config["head_dim"]
     theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]

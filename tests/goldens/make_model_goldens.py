@@ -38,17 +38,25 @@ def models() -> dict[str, transformers.PreTrainedModel]:
         ),
         "llama3_tied": t.LlamaForCausalLM(
             t.LlamaConfig(
-                num_hidden_layers=3, rms_norm_eps=1e-5, rope_parameters=LLAMA3 | EXTENDED,
-                tie_word_embeddings=True, **NARROW,
-            )  # fmt: skip
+                num_hidden_layers=3,
+                rms_norm_eps=1e-5,
+                rope_parameters=LLAMA3 | EXTENDED,
+                tie_word_embeddings=True,
+                **NARROW,
+            )
         ),
         "qwen2": t.Qwen2ForCausalLM(t.Qwen2Config(num_hidden_layers=2, rope_parameters=million, **WIDE)),
         # The first layer sees everything, the other a window that the 40 tokens outgrow.
         "qwen2_window": t.Qwen2ForCausalLM(
             t.Qwen2Config(
-                num_hidden_layers=2, rope_parameters=million, use_sliding_window=True, sliding_window=12,
-                max_window_layers=1, tie_word_embeddings=True, **WIDE | dict(hidden_size=48),
-            )  # fmt: skip
+                num_hidden_layers=2,
+                rope_parameters=million,
+                use_sliding_window=True,
+                sliding_window=12,
+                max_window_layers=1,
+                tie_word_embeddings=True,
+                **WIDE | dict(hidden_size=48),
+            )
         ),
         "qwen3": t.Qwen3ForCausalLM(t.Qwen3Config(num_hidden_layers=4, rope_parameters=million, **NARROW)),
         "qwen3_yarn": t.Qwen3ForCausalLM(
@@ -58,7 +66,7 @@ def models() -> dict[str, transformers.PreTrainedModel]:
 
 
 def randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
-    """Weights under which every parameter matters: peaked attention, norms off 1, biases off 0, logits of order 1-10."""
+    """Weights under which every parameter matters: peaked attention, norms off 1, biases off 0, logits up to 10."""
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
         if name.endswith("norm.weight"):
@@ -96,8 +104,8 @@ def golden_arrays(model, rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Two plain sequences, and for each a fork below a prefix of it.
 
     tokens [2, 40] int64; logits [2, 40, V]; blocks [layers, 2, 40, E].
-    fork_prefix [2]: how many of `tokens` come before the fork. fork_tokens [2 slots, 2 branches, 6]: the branches agree in
-    their first token and differ in all others. fork_logits, fork_blocks: what the model says at exactly those tokens.
+    fork_prefix [2]: how many of `tokens` come before the fork. fork_tokens [2 slots, 2 branches, 6]: the branches agree
+    in their first token and differ in all others. fork_logits, fork_blocks: what the model says at those tokens.
     """
     vocab = model.config.vocab_size
     tokens = rng.integers(3, vocab, (2, TOKENS))

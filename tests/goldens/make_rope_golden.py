@@ -18,16 +18,24 @@ CASES = {
     "llama3_8b": (
         128,
         dict(
-            rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+            rope_type="llama3",
+            rope_theta=500000.0,
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
             original_max_position_embeddings=8192,
-        ),  # fmt: skip
+        ),
     ),
     "llama3_1b": (
         64,
         dict(
-            rope_type="llama3", rope_theta=500000.0, factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0,
+            rope_type="llama3",
+            rope_theta=500000.0,
+            factor=32.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
             original_max_position_embeddings=8192,
-        ),  # fmt: skip
+        ),
     ),
     "yarn_qwen3": (
         128,
@@ -36,30 +44,48 @@ CASES = {
     "yarn_gpt_oss": (
         64,
         dict(
-            rope_type="yarn", rope_theta=150000.0, factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
+            rope_type="yarn",
+            rope_theta=150000.0,
+            factor=32.0,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            truncate=False,
             original_max_position_embeddings=4096,
-        ),  # fmt: skip
+        ),
     ),
     "yarn_equal_mscales": (
         128,
         dict(
-            rope_type="yarn", rope_theta=50000.0, factor=64.0, beta_fast=32.0, beta_slow=1.0, mscale=1.0,
-            mscale_all_dim=1.0, original_max_position_embeddings=4096,
-        ),  # fmt: skip
+            rope_type="yarn",
+            rope_theta=50000.0,
+            factor=64.0,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            original_max_position_embeddings=4096,
+        ),
     ),
     "yarn_mscale_pair": (
         64,
         dict(
-            rope_type="yarn", rope_theta=10000.0, factor=40.0, mscale=0.707, mscale_all_dim=1.2,
+            rope_type="yarn",
+            rope_theta=10000.0,
+            factor=40.0,
+            mscale=0.707,
+            mscale_all_dim=1.2,
             original_max_position_embeddings=4096,
-        ),  # fmt: skip
+        ),
     ),
     "yarn_given_attention_factor": (
         64,
         dict(
-            rope_type="yarn", rope_theta=10000.0, factor=8.0, attention_factor=0.75,
+            rope_type="yarn",
+            rope_theta=10000.0,
+            factor=8.0,
+            attention_factor=0.75,
             original_max_position_embeddings=2048,
-        ),  # fmt: skip
+        ),
     ),
     # Both band edges beyond the last dimension, or before the first: the ramp has no room.
     "yarn_all_low": (32, dict(rope_type="yarn", rope_theta=10000.0, factor=2.0, original_max_position_embeddings=4)),

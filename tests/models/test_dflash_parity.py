@@ -39,12 +39,11 @@ def functions(config):
 
 def empty_cache(config, batch=2):
     """Rows that nobody wrote are NaN: reading one of them cannot go unnoticed."""
-    cache = KVCache.empty(
-        num_layers=config.num_layers, batch=batch, num_kv_heads=config.num_kv_heads, rows=CAPACITY,
-        head_dim=config.head_dim, dtype=config.jax_dtype,
-    )  # fmt: skip
-    dead = [tuple(jnp.full_like(x, jnp.nan) for x in arrays) for arrays in (cache.keys, cache.values)]
-    return cache.replace(keys=dead[0], values=dead[1])
+    shape = (batch, config.num_kv_heads, CAPACITY, config.head_dim)
+    keys, values = (
+        tuple(jnp.asarray(np.full(shape, np.nan, config.jax_dtype)) for _ in range(config.num_layers)) for _ in "kv"
+    )
+    return KVCache(keys=keys, values=values, length=jnp.zeros((batch,), jnp.int32))
 
 
 def grow(config, params, features, lengths, cache, seed):
@@ -119,20 +118,17 @@ def test_proposed_log_probs(case):
         close(jax.jit(proposer.log_probs)(params, model.params, cache, root), gold["log_probs"][:, j])
 
 
-def test_order_of_taps_matters(case):
-    config, params, gold = case
-    width = config.target_hidden_size
-    swapped = gold["features"].copy()
-    swapped[..., :width], swapped[..., width : 2 * width] = (
-        gold["features"][..., width : 2 * width],
-        gold["features"][..., :width],
-    )
-    hidden = hidden_after(config, params, swapped, gold["lengths"][:, 0], gold["anchors"][:, 0])
+@pytest.mark.parametrize("name", ["full", "scaled"])
+def test_order_of_taps_matters(name):
+    model, gold = drafter(name), golden("drafters", name)
+    first, second, *rest = np.split(gold["features"], len(model.config.target_layer_ids), axis=-1)
+    swapped = np.concatenate([second, first, *rest], axis=-1)
+    hidden = hidden_after(model.config, model.params, swapped, gold["lengths"][:, 0], gold["anchors"][:, 0])
     assert np.abs(hidden - gold["hidden"][:, 0]).max() > 0.1
 
 
 def test_hidden_norm_scales_the_context():
-    """The norm stands behind fc and has a weight: doubling it doubles the context, hence the values, to the last bit."""
+    """The norm stands behind fc and has a weight: doubling it doubles the context and so the values."""
     model, gold = drafter("full"), golden("drafters", "full")
     features, count = jnp.asarray(gold["features"][:, :ROWS]), jnp.full((2,), ROWS, jnp.int32)
     doubled = {**model.params, "hidden_norm": {"weight": 2 * model.params["hidden_norm"]["weight"]}}
@@ -157,13 +153,12 @@ def test_window(windows, reach):
     far, near = gold["features"].copy(), gold["features"].copy()
     for b, start in enumerate(lengths):
         far[b, : start - cut + 1] += 1  # positions up to start - W
-        near[b, start - cut + 1] += 1  # the first position that slot 0 sees
+        near[b, start - cut + 1] += 1  # the first position that any slot sees: the anchor's
     change = np.abs(hidden_after(config, model.params, far, lengths, anchors) - base).max(axis=(0, 2))
     if reach is None:
         assert change.min() > 1e-3
     else:
         np.testing.assert_array_equal(change, 0)
-    # Slot 0 sees start - W + 1, and (causal) nobody else does, nor is slot 0's block any wider for it.
     change = np.abs(hidden_after(config, model.params, near, lengths, anchors) - base).max(axis=(0, 2))
     assert change[0] > 1e-3
 
@@ -185,14 +180,14 @@ def test_causal_layers_hide_later_slots():
             assert change[:-1].min() > 1e-4
 
 
-def test_only_distances_matter(case):
-    """All positions shifted by a constant give the same block: cached keys and queries agree on positions.
+@pytest.mark.parametrize("name", ["sliding", "full"])
+def test_only_distances_matter(name):
+    """All positions shifted by a constant give the same block: cached keys and queries agree on where they are.
 
-    The shift is made with context rows that the values and scores ignore: a window would forget them, but a full layer
-    would not, so they are put in front of a drafter whose every layer slides.
+    Rows put in front of the context shift everything behind them; with a window in every layer they are out of sight.
     """
-    config, params, gold = case
-    config = dataclasses.replace(config, sliding_windows=(8,) * config.num_layers)
+    model, gold = drafter(name), golden("drafters", name)
+    config, params = dataclasses.replace(model.config, sliding_windows=(8,) * model.config.num_layers), model.params
     shift, lengths, anchors = 9, gold["lengths"][:, 0], gold["anchors"][:, 0]
     base = hidden_after(config, params, gold["features"], lengths, anchors)
     padding = np.random.default_rng(5).standard_normal((2, shift, gold["features"].shape[-1])).astype(np.float32)
