@@ -3,7 +3,7 @@
 Command line: `python -m convert target SRC OUT` and `python -m convert drafter SRC OUT --target TARGET`.
 """
 
-from convert.errors import ConversionError
+from convert.errors import ConversionError, ConversionWarning
 from convert.run import convert_drafter, convert_target
 
-__all__ = ["ConversionError", "convert_drafter", "convert_target"]
+__all__ = ["ConversionError", "ConversionWarning", "convert_drafter", "convert_target"]

@@ -5,7 +5,7 @@ import signal
 import sys
 import warnings
 
-from convert.errors import ConversionError
+from convert.errors import ConversionError, ConversionWarning
 from convert.hf_config import DTYPES
 from convert.run import convert_drafter, convert_target
 from ddtree_jax.checkpoint import CheckpointError
@@ -34,6 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line. Returns the exit code: 0, or 2 after one line on standard error."""
     args = _parser().parse_args(argv)
     with warnings.catch_warnings():
+        warnings.simplefilter("always", ConversionWarning)
         warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
         return _run(args)
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
-from convert.errors import ConversionError, mismatch
+from convert.errors import ConversionError, ConversionWarning, mismatch
 from convert.fields import Fields
 from convert.hf_config import LAYER_KINDS, head_counts, head_dim, refuse_variants, sliding_windows, stored_dtype
 from convert.rope_config import rope_config
@@ -145,7 +145,8 @@ def _place(config: Fields, inner: Fields, key: str) -> Fields:
 def _block_size(config: Fields, inner: Fields) -> int:
     place = _place(config, inner, "block_size")
     if "block_size" not in place:
-        warnings.warn(f"{config.file}: block_size: missing, {DEFAULT_BLOCK_SIZE} is assumed", stacklevel=3)
+        message = f"{config.file}: block_size: missing, {DEFAULT_BLOCK_SIZE} is assumed"
+        warnings.warn(message, ConversionWarning, stacklevel=3)
     return place.integer("block_size", DEFAULT_BLOCK_SIZE, least=2)
 
 
@@ -193,7 +194,8 @@ def _refuse_variants(folder: Path, config: Fields, inner: Fields) -> None:
             found = f"{place.data[key]!r} (a variant of DFlash that is not supported)"
             raise place.error(key, expected="nothing", found=found)
     for key in sorted(set(inner.data) - _INNER_KEYS):
-        warnings.warn(f"{config.file}: dflash_config.{key}: not known here, ignored", stacklevel=3)
+        message = f"{config.file}: dflash_config.{key}: not known here, ignored"
+        warnings.warn(message, ConversionWarning, stacklevel=3)
     if (folder / "mask_embedding.pt").exists():
         found = "an own mask embedding (not supported)"
         raise mismatch(folder / "mask_embedding.pt", "file", expected="none", found=found)

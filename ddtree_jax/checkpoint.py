@@ -30,8 +30,8 @@ CONFIGS = {"target": TargetConfig, "drafter": DrafterConfig}
 _RESERVED = ("config.json", "params")
 # Small groups are written together: each write costs a few tenths of a second whatever its size.
 _BATCH_BYTES = 32 * 2**20
-# Orbax reads and writes this much at a time, so that staging stays small beside the payload.
-_CONCURRENT_BYTES = 256 * 2**20
+# Orbax stages this much on the host at a time while it reads, or two tensors if that is more.
+_READ_BYTES = 1024 * 2**20
 
 
 class CheckpointError(ValueError):
@@ -60,13 +60,17 @@ class CheckpointWriter:
         """Takes `params[name]`: nested dicts of numpy or jax arrays in the dtype of the config."""
         if name in self._groups:
             raise CheckpointError(f"params/{name}: written twice")
-        for path, leaf in _flatten({name: tree}).items():
+        leaves = _flatten({name: tree})
+        for path, leaf in leaves.items():
             if str(leaf.dtype) != self._config.dtype:
                 raise CheckpointError(f"params/{path}: dtype: expected {self._config.dtype}, found {leaf.dtype}")
             self._parameters += math.prod(leaf.shape)
-            self._waiting_bytes += leaf.nbytes
+        size = sum(leaf.nbytes for leaf in leaves.values())
+        if self._waiting_bytes + size > _BATCH_BYTES:
+            self._write()
         self._groups.add(name)
         self._waiting[name] = _plain(tree)
+        self._waiting_bytes += size
         if self._waiting_bytes >= _BATCH_BYTES:
             self._write()
 
@@ -80,17 +84,16 @@ class CheckpointWriter:
             shutil.copyfile(content, self._folder / name)
 
     def _write(self) -> None:
-        with _orbax_context():
-            ocp.partial.save(self._folder / "params", self._waiting)
+        if not self._waiting:
+            return
+        ocp.partial.save(self._folder / "params", self._waiting)
         self._waiting, self._waiting_bytes = {}, 0
 
     def _finish(self, source: str | None) -> None:
         if not self._groups:
             raise CheckpointError("params: expected at least one group, found none")
-        if self._waiting:
-            self._write()
-        with _orbax_context():
-            ocp.partial.finalize(self._folder / "params")
+        self._write()
+        ocp.partial.finalize(self._folder / "params")
         description = {
             "format": FORMAT, "version": VERSION, "kind": kind_of(self._config), "config": self._config.to_json(),
             "source": source, "parameters": self._parameters,
@@ -244,8 +247,11 @@ def load_params(path: str | Path, abstract_params: Any) -> Any:
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) or default),
         abstract_params,
     )
+    largest = max(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in expected.values())
+    context = ocp.Context()
+    context.memory_options.read_concurrent_bytes = max(_READ_BYTES, 2 * largest)  # a larger tensor would be refused
     try:
-        with _orbax_context():
+        with context:
             return ocp.load(folder, placed)
     except Exception as error:
         raise CheckpointError(f"{folder}: truncated or damaged: {_first_line(error)}") from None
@@ -264,13 +270,6 @@ def _replace(new: Path, old: Path) -> None:
         os.rename(aside, old)
         raise
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _orbax_context() -> ocp.Context:
-    context = ocp.Context()
-    context.array_options.saving.concurrent_bytes = _CONCURRENT_BYTES
-    context.array_options.loading.concurrent_bytes = _CONCURRENT_BYTES
-    return context
 
 
 def _plain(tree: Any) -> Any:

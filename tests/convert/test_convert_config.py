@@ -6,7 +6,7 @@ import pytest
 import synthetic_checkpoints as synthetic
 
 from convert.drafter_config import attention_kinds, default_target_layer_ids, drafter_config
-from convert.errors import ConversionError
+from convert.errors import ConversionError, ConversionWarning
 from convert.fields import Fields
 from convert.hf_config import sliding_windows, target_config
 from convert.rope_config import rope_config
@@ -72,11 +72,11 @@ def test_rope_spellings_that_differ():
         ({"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}, (None, 8, 8)),
         ({"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0}, (None, None, None)),
         ({"layer_types": ["full_attention"] * 3, "sliding_window": 8, "use_sliding_window": True}, (None,) * 3),
-        ({"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 8}, (8, None, 8)),
+        ({"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8}, (8, None, 8, None)),
     ],
 )
 def test_sliding_windows(data, expected):
-    assert sliding_windows(fields(**data), 3) == expected
+    assert sliding_windows(fields(**data), len(expected)) == expected
 
 
 def test_sliding_windows_that_contradict():
@@ -166,7 +166,7 @@ def test_inner_settings_win(read_drafter):
 
 
 def test_missing_block_size(read_drafter):
-    with pytest.warns(UserWarning, match=r"config\.json: block_size: missing, 16 is assumed"):
+    with pytest.warns(ConversionWarning, match=r"config\.json: block_size: missing, 16 is assumed"):
         assert read_drafter(places()).block_size == 16
 
 
@@ -189,5 +189,5 @@ def test_zero_softcap_is_none(read_drafter):
 
 
 def test_unknown_inner_setting_warns(read_drafter):
-    with pytest.warns(UserWarning, match=r"dflash_config\.novelty: not known here, ignored"):
+    with pytest.warns(ConversionWarning, match=r"dflash_config\.novelty: not known here, ignored"):
         read_drafter(places(block_size=4, dflash_config={"novelty": 1}))
