@@ -1,0 +1,207 @@
+"""Tree attention of one layer: our kernel beside XLA, cuDNN with a mask, and the floor that the hardware sets.
+
+  python -m benchmarks.tree_attention                 the table of the documentation
+  python -m benchmarks.tree_attention --sweep         every configuration that fits, for each shape
+  python -m benchmarks.tree_attention --only 64x8192  shapes whose name contains the text
+
+Times are microseconds of one call inside a device loop, over as many caches as exceed the level-2 cache. Needs a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import _timing
+from pallas_kernels.tree_attention import mosaic_gpu
+from pallas_kernels.tree_attention import reference
+from pallas_kernels.tree_attention import tree_attention
+from pallas_kernels.tree_attention.config import Config
+
+_LEVEL_2_BYTES = 60e6
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One call: B slots, N nodes, H query heads, K key/value heads, D head_dim, context length."""
+
+    nodes: int
+    context: int
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    slots: int = 1
+    target_us: float | None = None
+
+    @property
+    def name(self) -> str:
+        slots = f"b{self.slots}-" if self.slots > 1 else ""
+        return f"{slots}h{self.heads}k{self.kv_heads}d{self.head_dim}-{self.nodes}x{self.context}"
+
+    @property
+    def bytes(self) -> int:
+        kv = 2 * self.kv_heads * (self.context + self.nodes) * self.head_dim
+        return 2 * self.slots * (kv + 2 * self.nodes * self.heads * self.head_dim)
+
+    @property
+    def flop(self) -> int:
+        return 4 * self.slots * self.heads * self.nodes * (self.context + self.nodes) * self.head_dim
+
+    @property
+    def floor_us(self) -> float:
+        return _timing.floor_us(self.bytes, self.flop)
+
+
+SHAPES = (
+    Shape(1, 8192),
+    Shape(1, 32768, target_us=41),
+    Shape(16, 1024),
+    Shape(16, 8192, target_us=13),
+    Shape(64, 1024, target_us=9),
+    Shape(64, 8192, target_us=20),
+    Shape(64, 32768, target_us=75),
+    Shape(128, 8192, target_us=40),
+    Shape(256, 1024),
+    Shape(256, 8192, target_us=75),
+    Shape(256, 32768, target_us=280),
+    Shape(16, 8192, heads=24, kv_heads=4, head_dim=256),
+    Shape(64, 8192, heads=24, kv_heads=4, head_dim=256),
+    Shape(64, 32768, heads=24, kv_heads=4, head_dim=256),
+    Shape(256, 8192, heads=24, kv_heads=4, head_dim=256),
+    Shape(64, 8192, slots=4),
+)
+
+
+def random_tree(rng: np.random.Generator, nodes: int) -> np.ndarray:
+    """Ancestor words [N, ceil(N/32)] uint32 of a random tree."""
+    sees = np.eye(nodes, dtype=bool)
+    for i in range(1, nodes):
+        sees[i] |= sees[rng.integers(max(0, i - 8), i)]
+    padded = np.pad(sees, ((0, 0), (0, -nodes % 32)))
+    return np.packbits(padded, axis=1, bitorder="little").view(np.uint32)
+
+
+def make_operands(shape: Shape, count: int, seed: int = 0):
+    """q, and `count` sets of (k_cache, v_cache, lengths, k_tree, v_tree, ancestors)."""
+    rng = np.random.default_rng(seed)
+    b, n, k, d = shape.slots, shape.nodes, shape.kv_heads, shape.head_dim
+    keys = jax.random.split(jax.random.key(seed), 1 + 4 * count)
+    draw = lambda key, *dims: jax.random.normal(key, dims, jnp.bfloat16)
+    ancestors = jnp.asarray(np.broadcast_to(random_tree(rng, n), (b, n, -(-n // 32))))
+    lengths = jnp.full((b,), shape.context, jnp.int32)
+    sets = []
+    for i in range(count):
+        k_cache, v_cache = (draw(key, b, k, shape.context, d) for key in keys[1 + 4 * i : 3 + 4 * i])
+        k_tree, v_tree = (draw(key, b, k, n, d) for key in keys[3 + 4 * i : 5 + 4 * i])
+        sets.append((k_cache, v_cache, lengths, k_tree, v_tree, ancestors))
+    return draw(keys[0], b, n, shape.heads, d), sets
+
+
+def candidates(shape: Shape) -> list[Config]:
+    """Configurations worth a measurement: those that fit in shared memory and about fill the GPU."""
+    tiles = -(-shape.nodes * shape.heads // shape.kv_heads // 64)
+    found = []
+    for consumers, block, splits, schedule in itertools.product(
+        (1, 2), (64, 128, 192), (1, 2, 4, 8, 16), ("turns", "overlap", "free")
+    ):
+        blocks = shape.slots * shape.kv_heads * -(-tiles // consumers) * splits
+        if consumers > max(tiles, 1) or (consumers == 1 and tiles > 2) or (consumers == 1 and schedule == "turns"):
+            continue
+        if (splits > 1 and blocks > 264) or (splits < 16 and blocks < 60):
+            continue
+        if shape.head_dim == 256 and block > 64 and consumers == 2 or block == 192 and schedule == "overlap":
+            continue
+        free = 232448 - 2048 - consumers * 64 * shape.head_dim * 2
+        stages = min(free // (4 * block * shape.head_dim), 8)
+        if stages >= 2:
+            found.append(Config(consumers=consumers, block=block, splits=splits, schedule=schedule, stages=stages))
+    return found
+
+
+def cudnn(q, k_cache, v_cache, lengths, k_tree, v_tree, ancestors, *, scale):
+    """The same attention through cuDNN: one concatenated sequence and a boolean mask."""
+    nodes, context = q.shape[1], k_cache.shape[2]
+    shifts = jnp.arange(32, dtype=jnp.uint32)
+    bits = (ancestors[..., None] >> shifts[None, None, None, :]) & jnp.uint32(1)
+    tree = bits.reshape(*ancestors.shape[:2], -1)[..., :nodes] == 1
+    prefix = jnp.broadcast_to((jnp.arange(context)[None, :] < lengths[:, None])[:, None, :], (*tree.shape[:2], context))
+    mask = jnp.concatenate([prefix, tree], axis=-1)[:, None]
+    join = lambda a, b: jnp.concatenate([a, b], axis=2).transpose(0, 2, 1, 3)
+    return jax.nn.dot_product_attention(
+        q, join(k_cache, k_tree), join(v_cache, v_tree), mask=mask, scale=scale, implementation="cudnn"
+    )
+
+
+def error(call, q, operands, scale: float) -> float:
+    """Relative error of one call against the float32 reference."""
+    wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in (q, *operands)]
+    wanted = jax.jit(lambda *a: reference.tree_attention(*a, scale=scale))(*wide)
+    got = jax.jit(call)(q, *operands).astype(jnp.float32)
+    return float(jnp.linalg.norm((got - wanted).ravel()) / jnp.linalg.norm(wanted.ravel()))
+
+
+def measure(shape: Shape, name: str, call, q, sets, *, check: bool) -> None:
+    """Times one implementation and prints it as a row and as a JSON line; failures are printed and passed over."""
+    record = dict(shape=shape.name, implementation=name)
+    iterations = max(2, math.ceil(10_000 / (len(sets) * (3 + 2 * shape.floor_us))))
+    try:
+        loop = _timing.compile_loop(call, q, sets, iterations)
+        with _timing.alone():
+            if check:
+                record["error"] = error(call, q, sets[0], shape.head_dim**-0.5)
+            us = _timing.time_loop_us(loop, q, sets, iterations)
+    except Exception as failure:  # a configuration that does not compile must not end the table
+        message = str(failure).strip().splitlines() or [""]
+        print(json.dumps(record | dict(failed=f"{type(failure).__name__}: {message[0][:200]}")), flush=True)
+        return
+    record |= dict(
+        us=round(us, 2),
+        floor_us=round(shape.floor_us, 2),
+        ratio=round(us / shape.floor_us, 2),
+        gb_per_s=round(shape.bytes / us / 1e3),
+        tflop_per_s=round(shape.flop / us / 1e6, 1),
+        target_us=shape.target_us,
+    )
+    print(
+        f"{shape.name:>22} {name:<48} {us:9.2f} us  floor {shape.floor_us:7.2f}  x{us / shape.floor_us:5.2f}"
+        f"  {shape.bytes / us / 1e3:6.0f} GB/s {shape.flop / us / 1e6:6.1f} TFLOP/s  error {record.get('error', float('nan')):.1e}",
+        flush=True,
+    )
+    print(json.dumps(record), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sweep", action="store_true", help="every configuration that fits, ours only")
+    parser.add_argument("--only", default="", help="shapes whose name contains this")
+    parser.add_argument("--skip-baselines", action="store_true")
+    arguments = parser.parse_args()
+    for shape in SHAPES:
+        if arguments.only not in shape.name:
+            continue
+        scale = shape.head_dim**-0.5
+        count = max(2, math.ceil(2.5 * _LEVEL_2_BYTES / shape.bytes))
+        with _timing.alone():
+            q, sets = jax.block_until_ready(make_operands(shape, count))
+        if arguments.sweep:
+            for config in candidates(shape):
+                call = lambda q, *a, config=config: mosaic_gpu.tree_attention(q, *a, scale=scale, config=config)
+                label = " ".join(f"{k}={v}" for k, v in dataclasses.asdict(config).items())
+                measure(shape, label, call, q, sets, check=True)
+            continue
+        for implementation in ("mosaic_gpu",) if arguments.skip_baselines else ("mosaic_gpu", "xla"):
+            call = lambda q, *a, i=implementation: tree_attention(q, *a, scale=scale, implementation=i)
+            measure(shape, implementation, call, q, sets, check=implementation != "xla")
+        if not arguments.skip_baselines:
+            measure(shape, "cudnn", lambda q, *a: cudnn(q, *a, scale=scale), q, sets, check=False)
+
+
+if __name__ == "__main__":
+    main()
