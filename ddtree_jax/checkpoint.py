@@ -228,7 +228,10 @@ def load_params(path: str | Path, abstract_params: Any) -> Any:
         raise CheckpointError(f"{folder}: missing")
     expected = _flatten(abstract_params)
     try:
-        found = _flatten(ocp.metadata(folder).metadata)
+        metadata = ocp.metadata(folder).metadata
+        if not isinstance(metadata, Mapping):
+            raise ValueError("the list of tensors cannot be read")
+        found = _flatten(metadata)
     except Exception as error:  # Orbax lets many types through for a damaged file
         raise CheckpointError(f"{folder}: truncated or damaged: {_first_line(error)}") from None
     for key in sorted(expected.keys() | found.keys()):
