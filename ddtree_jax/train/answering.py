@@ -41,7 +41,7 @@ class Question:
 
 def answer(
     config: TargetConfig, params: Any, questions: Sequence[Question], *, temperature: float, max_new_tokens: int,
-    slots: int, refill: int, deadline: float | None = None,
+    slots: int, refill: int, longest: int = 0, deadline: float | None = None,
 ) -> Iterator[list[Answer]]:  # fmt: skip
     """Yields finished answers, a few at a time, in the order in which they finish.
 
@@ -49,6 +49,7 @@ def answer(
       config, params: of the target.
       temperature, max_new_tokens: see `DecodeConfig`. An answer includes its stop token.
       slots, refill: B and R.
+      longest: longest prompt to make room for, where more prompts follow in later calls: shapes, and so programs, are shared.
       deadline: `time.monotonic()` at which to give up; what is unfinished then is dropped.
 
     Raises:
@@ -60,7 +61,7 @@ def answer(
         if not 0 < len(q.prompt) < config.max_position:
             raise ValueError(f"request {q.request}: the prompt has {len(q.prompt)} tokens, "
                              f"expected 1..{config.max_position - 1}")  # fmt: skip
-    batch = _Batch(config, params, questions, temperature, max_new_tokens, min(slots, len(questions)), refill)
+    batch = _Batch(config, params, questions, temperature, max_new_tokens, slots, refill, longest)
     waiting = collections.deque(questions)
     while waiting or batch.busy:
         if deadline is not None and time.monotonic() > deadline:
@@ -74,13 +75,13 @@ def answer(
 class _Batch:
     """B slots on the device, and which question each of them is at."""
 
-    def __init__(self, config, params, questions, temperature, max_new_tokens, slots, refill):
+    def __init__(self, config, params, questions, temperature, max_new_tokens, slots, refill, longest):
         self.config, self.slots, self.refill = config, slots, min(refill, slots)
         self.limit, self.temperature = max_new_tokens, temperature
         self.params = {"target": params, "drafter": None}
-        longest = max(len(q.prompt) for q in questions)
+        longest = max(longest, *(len(q.prompt) for q in questions))
         passes = -(-longest // _MAX_CHUNK)
-        chunk = -(-longest // passes // 16) * 16 if longest % (passes * 16) == 0 else (longest // (passes * 16) + 1) * 16
+        chunk = -(-longest // (passes * 16)) * 16
         self.prompt_rows = chunk * passes
         self.loop = DecodeLoop(target=Decoder(config), proposer=NoDraft(), sample=temperature > 0, chunk=chunk)
         rows = max(longest + max_new_tokens + self.loop.proposer.max_path, self.prompt_rows)

@@ -20,13 +20,10 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
-from ddtree_jax.train.config import TrainConfig
+from ddtree_jax.train.config import FREE, TrainConfig
 from ddtree_jax.train.step import TrainState
 
 _NAME = re.compile(r"step-(\d{8})")
-# Settings that may differ between a run and its continuation: they decide when things happen, not what is computed.
-_FREE = {"log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "max_minutes", "answer_minutes", "eval_answers",
-         "answer_slots", "answer_refill", "answers_per_shard", "steps", "epochs"}  # fmt: skip
 
 
 class TrainingError(ValueError):
@@ -107,7 +104,7 @@ class Checkpoints:
         if found.get("target") != self.identity["target"]:
             raise TrainingError(f"{folder}: belongs to another target (fingerprint {found.get('target')}, "
                                 f"this one has {self.identity['target']})")  # fmt: skip
-        for key in sorted((ours.keys() | theirs.keys()) - _FREE):
+        for key in sorted((ours.keys() | theirs.keys()) - set(FREE)):
             # What went through JSON has lists for tuples.
             mine = json.loads(json.dumps(ours.get(key)))
             if mine != theirs.get(key):

@@ -99,17 +99,18 @@ def _answer(target: Target, prompts, held, folder: Path, config: TrainConfig, qu
     """Answers at every temperature: "train" all together, held-out ones all together by temperature."""
     deadline = time.monotonic() + 60 * config.answer_minutes
     questions = [p for name in held for p in _spread(held[name], config.eval_answers, len(held))]
+    longest = max(map(len, [*prompts, *questions]))
     documents: dict[str, list[Document]] = {"train": []}
     for place, temperature in enumerate(config.temperatures):
         name = f"t{temperature:g}"
         if questions:
             documents[f"held-{name}"] = answer_prompts(
-                target, questions, folder / f"held-{name}", config, temperature=temperature,
+                target, questions, folder / f"held-{name}", config, temperature=temperature, longest=longest,
                 title=f"held-out answers at temperature {temperature:g}", quiet=quiet,
             )  # fmt: skip
         left = max(0.05, (deadline - time.monotonic()) / 60) / (len(config.temperatures) - place)
         documents["train"] += answer_prompts(
-            target, prompts, folder / f"train-{name}", config, temperature=temperature, quiet=quiet,
+            target, prompts, folder / f"train-{name}", config, temperature=temperature, quiet=quiet, longest=longest,
             minutes=left if config.answer_minutes else 0.0, title=f"answers at temperature {temperature:g}",
         )  # fmt: skip
     return documents

@@ -11,6 +11,9 @@ from ddtree_jax.config import DrafterConfig, TargetConfig
 LOSSES = ("decay", "dpace", "decay+dpace")
 INITS = ("random", "norm", "layers")
 OVERFLOWS = ("error", "skip")
+# Settings that say when things happen, not what is computed: they may differ between a run and its continuation.
+FREE = ("log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "max_minutes", "answer_minutes", "eval_answers",
+        "answer_slots", "answer_refill", "answers_per_shard", "steps", "epochs")  # fmt: skip
 # Block size -> gamma as published (arXiv 2602.06036, section 4).
 _GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 
@@ -167,6 +170,11 @@ class TrainConfig:
     def slot_gamma(self) -> float:
         """gamma, or the published value for the block size."""
         return self.gamma if self.gamma is not None else _GAMMA.get(self.block_size, 7.0 * self.block_size / 16)
+
+    def computing(self) -> Self:
+        """These settings with the defaults of all that decides when and not what."""
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        return dataclasses.replace(self, **{name: defaults[name] for name in FREE})
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

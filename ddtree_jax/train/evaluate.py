@@ -40,17 +40,20 @@ class Evaluation:
     documents: int
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def score_rows(models: Models, params: Any, target_params: Any, batch: Batch) -> tuple[jax.Array, dict]:
     """Scores a block at every position of a batch.
 
     Returns:
       (correct prefix [b, S] int32, 0 where no anchor may stand; sums of `loss.block_loss`, stacked over groups).
     """
+    return _score(models, params, target_params, batch, features_of(models, target_params, batch))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _score(models, params, target_params, batch, features):
     config = models.config
     b, length = batch.tokens.shape
     valid = valid_anchors(batch.ends, batch.labels, config.block_size, partial_blocks=True)
-    features = features_of(models, target_params, batch)
     group = min(config.anchors, length)
     groups = -(-length // group)
     index = jnp.arange(groups * group, dtype=jnp.int32)

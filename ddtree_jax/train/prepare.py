@@ -50,12 +50,13 @@ def encode_files(target: Target, files: Sequence[str | Path], config: TrainConfi
 
 def answer_prompts(
     target: Target, prompts: Sequence[Sequence[int]], folder: str | Path, config: TrainConfig, *, temperature: float,
-    minutes: float = 0.0, title: str = "answers", quiet: bool = False,
+    longest: int = 0, minutes: float = 0.0, title: str = "answers", quiet: bool = False,
 ) -> list[Document]:  # fmt: skip
     """The target's answers to encoded prompts at one temperature, read from `folder` where they exist and made where not.
 
     Args:
       folder: see `train.answers`.
+      longest: see `answering.answer`.
       minutes: time limit, 0 for none; at least one answer is needed.
 
     Raises:
@@ -79,7 +80,7 @@ def answer_prompts(
     with ProgressLine(title, manifest.num_requests, quiet=quiet) as progress:
         for answers in answer(
             target.config, target.params, questions, temperature=temperature, max_new_tokens=config.max_new_tokens,
-            slots=config.answer_slots, refill=config.answer_refill, deadline=deadline,
+            slots=config.answer_slots, refill=config.answer_refill, longest=longest, deadline=deadline,
         ):  # fmt: skip
             unsaved += answers
             tokens, done = tokens + sum(len(a.tokens) for a in answers), done + len(answers)

@@ -38,7 +38,8 @@ class Models:
     @classmethod
     def of(cls, config: TrainConfig, target: TargetConfig) -> "Models":
         """Raises ValueError where `config` does not fit `target`."""
-        return cls(config, target, drafter_config(config, target))
+        # Settings that compute nothing would only make equal programs compile twice.
+        return cls(config.computing(), target, drafter_config(config, target))
 
 
 @flax.struct.dataclass
@@ -87,7 +88,7 @@ def learning_rate(config: TrainConfig, step: jax.Array, total_steps: jax.Array) 
     """Linear warm-up, then a cosine that ends at `total_steps`; [] float32."""
     step, total = step.astype(jnp.float32), jnp.maximum(total_steps, 1).astype(jnp.float32)
     warm = jnp.maximum(total * config.warmup_ratio, 1.0)
-    progress = jnp.clip((step + 1 - warm) / jnp.maximum(total - warm, 1.0), 0.0, 1.0)
+    progress = jnp.clip((step - warm) / jnp.maximum(total - warm, 1.0), 0.0, 1.0)
     cosine = config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
     return config.learning_rate * jnp.minimum((step + 1) / warm, 1.0) * cosine
 
@@ -161,30 +162,39 @@ def step_key(seed: int, step: jax.Array) -> jax.Array:
 
 
 def features_of(models: Models, target_params: Any, batch: Batch) -> jax.Array:
-    """The target's features of a batch, see `forward.target_features`."""
+    """The target's features of a batch, see `forward.target_features`. A program of its own: training and evaluation share it."""
     d, limit = models.drafter, models.config.attention_mib * 2**20
-    return target_features(models.target, target_params, batch.tokens, batch.starts, d.target_layer_ids, limit)
+    return _features(models.target, d.target_layer_ids, limit, target_params, batch.tokens, batch.starts)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _features(target, taps, limit, params, tokens, starts):
+    return target_features(target, params, tokens, starts, taps, limit)
+
+
 def train_step(models: Models, state: TrainState, target_params: Any, batch: Batch) -> tuple[TrainState, dict]:
-    """One step.
+    """One step; `state` is donated. Two programs, neither of which the host waits for.
 
     Returns:
       (state, sums to report: those of `loss.block_loss`, "gradient_norm" and "learning_rate").
     """
+    return _update(models, state, target_params, batch, features_of(models, target_params, batch))
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _update(models, state, target_params, batch, features):
     config = models.config
     valid = valid_anchors(batch.ends, batch.labels, config.block_size, config.partial_blocks)
     anchors, live = draw_anchors(step_key(config.seed, state.step), valid, config.anchors)
-    features = features_of(models, target_params, batch)
 
     def objective(params):
         scores = score_blocks(models, params, target_params, batch, features, anchors, live)
         return block_loss(config.loss, config.slot_gamma, config.dpace_alpha, *scores)
 
     gradients, sums = jax.grad(objective, has_aux=True)(state.params)
-    updates, opt_state = optimizer(config).update(gradients, state.optimizer, state.params)
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes its counter with floats
+        updates, opt_state = optimizer(config).update(gradients, state.optimizer, state.params)
     rate = learning_rate(config, state.step, state.total_steps)
     params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
-    sums |= {"gradient_norm": optax.global_norm(gradients), "learning_rate": rate}
+    sums |= {"gradient_norm": optax.tree.norm(gradients), "learning_rate": rate}
     return TrainState(params, opt_state, state.step + 1, state.total_steps), sums

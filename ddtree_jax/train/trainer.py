@@ -84,12 +84,13 @@ class _Run:
         self.state: TrainState = init_state(self.models, target.params, planned)
         if (found := self.checkpoints.restore(self.state)) is not None:
             self.state = found if config.max_minutes else found.replace(total_steps=jnp.int32(planned))
-        self.step, self.total, self.planned = int(self.state.step), int(self.state.total_steps), planned
+        self.step = self.first = int(self.state.step)
+        self.total, self.planned = int(self.state.total_steps), planned
         self.pending: list[dict] = []  # sums on the device since the last log line
         self.evaluation_seconds = 0.0
 
     def loop(self) -> Trained:
-        config, first = self.config, self.step
+        config, first = self.config, self.first
         last_report = None
         marked_step, marked_time = self.step, time.monotonic()
         with ProgressLine("training", self.total, quiet=self.quiet) as progress:
@@ -135,7 +136,7 @@ class _Run:
 
     def _follow_clock(self, seconds: float) -> None:
         """Fits the schedule to the time left, at the speed just measured."""
-        if not self.config.max_minutes or self.step >= self.total:
+        if not self.config.max_minutes or self.step >= self.total or self.step - self.first <= _WARM_STEPS:
             return
         left = 60 * self.config.max_minutes - (time.monotonic() - self.began)
         evals = left / seconds / self.config.eval_every if self.config.eval_every and self.eval_rows else 0
