@@ -150,6 +150,17 @@ class DrafterConfig(_Serializable):
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
 
+def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
+    """Taps spread evenly from block 1 to the third block from the end, as the z-lab reference spreads them.
+
+    (36, 5) gives (1, 9, 17, 25, 33). `round` is Python's, to even at halves. One tap sits in the middle.
+    """
+    if num_taps == 1:
+        return (num_layers // 2,)
+    span = num_layers - 4
+    return tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
+
+
 METHODS = ("autoregressive", "dflash", "ddtree")
 MAX_NODES = 512
 

@@ -1,16 +1,21 @@
-"""Tiny random models, so that the whole loop can be tried and tested without a checkpoint.
+"""Random models, so that the whole loop can be tried and tested without a checkpoint.
 
-A random drafter almost never agrees with a random target. `self_drafter_params` and `Agreement` are for tests that
-need long accepted paths; see `tests/decode`.
+A random drafter almost never agrees with its target: texts stay exact, accepted lengths stay near 1.
 """
 
 import dataclasses
+import functools
+import json
 
 import jax
 import jax.numpy as jnp
+import tokenizers
+import tokenizers.decoders
+import tokenizers.models
+import tokenizers.pre_tokenizers
 
 from ddtree_jax.api import Drafter, Target
-from ddtree_jax.config import DrafterConfig, RopeConfig, TargetConfig
+from ddtree_jax.config import DrafterConfig, RopeConfig, TargetConfig, default_taps
 from ddtree_jax.models.abstract import init_params
 
 
@@ -52,7 +57,42 @@ def tiny_drafter(target: Target, seed: int = 1, **overrides) -> Drafter:
     return Drafter(config, init_params(config, jax.random.key(seed)))
 
 
+def random_dflash(target: Target, *, mask_token_id: int, num_layers: int = 3, block_size: int = 16, seed: int = 0) -> Drafter:
+    """A DFlash drafter of the target's own geometry with random weights: the right cost, no skill."""
+    t = target.config
+    taps = default_taps(t.num_layers, min(num_layers, t.num_layers))
+    config = DrafterConfig(
+        hidden_size=t.hidden_size, intermediate_size=t.intermediate_size, num_layers=num_layers,
+        num_heads=t.num_heads, num_kv_heads=t.num_kv_heads, head_dim=t.head_dim, rms_norm_eps=t.rms_norm_eps,
+        rope=t.rope, attention_bias=False, block_size=block_size, mask_token_id=mask_token_id,
+        target_layer_ids=taps, target_hidden_size=t.hidden_size, target_num_layers=t.num_layers,
+        target_vocab_size=t.vocab_size, causal=(False,) * num_layers, sliding_windows=(None,) * num_layers,
+        dtype=t.dtype,
+    )  # fmt: skip
+    return Drafter(config, jax.jit(functools.partial(init_params, config))(jax.random.key(seed)))
+
+
 def with_dtype(target: Target, dtype: str) -> Target:
     """The same target with parameters and activations in another dtype."""
     params = jax.tree.map(lambda x: x.astype(dtype), target.params)
     return dataclasses.replace(target, config=dataclasses.replace(target.config, dtype=dtype), params=params)
+
+
+TINY_SPECIAL_TOKENS = ("<|end|>", "<|user|>", "<|assistant|>", "<|mask|>")
+TINY_VOCABULARY = 256 + len(TINY_SPECIAL_TOKENS)
+_TINY_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def tiny_tokenizer_files() -> dict[str, bytes]:
+    """Files of a byte-level tokenizer with a chat template: special tokens first (0 ends a text), then the 256 bytes."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate((*TINY_SPECIAL_TOKENS, *alphabet))}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(list(TINY_SPECIAL_TOKENS))
+    config = {"eos_token": "<|end|>", "chat_template": _TINY_TEMPLATE}
+    return {"tokenizer.json": backend.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}

@@ -1,0 +1,37 @@
+"""`python -m ddtree_jax`: generate, and what is measured and trained from the command line."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ddtree_jax.commands import generate
+from ddtree_jax.train import cli as train
+
+COMMANDS = {
+    "generate": (generate, "decode prompts"),
+    "train": (train, "train a DFlash drafter for a target"),
+}
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ddtree_jax", description="Exact speculative decoding with draft trees.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, summary) in COMMANDS.items():
+        module.add_arguments(commands.add_parser(name, help=summary, description=summary))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a subcommand. Bad input ends with one line on stderr and exit code 2."""
+    args = build_parser().parse_args(argv)
+    try:
+        return COMMANDS[args.command][0].main(args)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

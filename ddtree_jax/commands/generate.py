@@ -1,0 +1,147 @@
+"""`python -m ddtree_jax generate`: text, tokens/s, rounds and mean accepted length, for one method or all of them."""
+
+import argparse
+import json
+import statistics
+import sys
+
+import jax
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ddtree_jax.api import Drafter, Generation, Target, load_drafter, load_target
+from ddtree_jax.api import generate as run
+from ddtree_jax.config import METHODS, DecodeConfig
+from ddtree_jax.prompts import Prompt, read_prompt_file
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--target", required=True, help="checkpoint of the target (python -m convert target)")
+    add("--drafter", help="checkpoint of its drafter (python -m convert drafter)")
+    add("--method", default="ddtree", choices=[*METHODS, "all"], help="all prints the methods side by side")
+    add("--num-nodes", type=int, default=64, help="tree width, root included (ddtree)")
+    add("--draft-depth", type=int, help="tokens drafted a round; default: all that the drafter was trained for")
+    add("--prompt", action="append", default=[], help="a prompt; may be given several times")
+    add("--prompts", help='file of prompts, one {"id": ..., "turns": [...]} a line; the first turn is decoded')
+    add("--chat", action="store_true", help="wrap prompts in the target's chat template")
+    add("--limit", type=int, help="only the first prompts of the file")
+    add("--max-new-tokens", type=int, default=128)
+    add("--temperature", type=float, default=0.0)
+    add("--seed", type=int, default=0)
+    add("--capacity", type=int, help="longest text in tokens, prompt included")
+    add("--batch-size", type=int, default=1, help="prompts decoded at a time")
+    add("--json", action="store_true", help="one JSON line a prompt and method, and nothing else")
+
+
+def collect_prompts(args: argparse.Namespace) -> tuple[list[str], list[Prompt]]:
+    """(ids, prompts) from the command line. Raises ValueError if there are none."""
+    ids, prompts = [], []
+    for i, text in enumerate(args.prompt):
+        ids.append(f"prompt-{i}")
+        prompts.append(text)
+    if args.prompts:
+        records = read_prompt_file(args.prompts)
+        for record in records[: args.limit]:
+            ids.append(record.id)
+            prompts.append(record.turns[0])
+    if not prompts:
+        raise ValueError("give --prompt or --prompts")
+    if args.chat:
+        prompts = [[{"role": "user", "content": text}] for text in prompts]
+    return ids, prompts
+
+
+def decode_config(args: argparse.Namespace, method: str) -> DecodeConfig:
+    return DecodeConfig(
+        method=method,
+        num_nodes=args.num_nodes,
+        draft_depth=args.draft_depth,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        capacity=args.capacity,
+        batch_size=args.batch_size,
+    )
+
+
+def to_record(out: Generation, i: int, prompt_id: str, method: str) -> dict:
+    """One prompt of a generation as JSON."""
+    lengths = out.accepted_lengths[i]
+    return {
+        "id": prompt_id,
+        "method": method,
+        "text": out.text[i] if out.text is not None else None,
+        "tokens": out.tokens[i],
+        "finish_reason": out.finish_reasons[i],
+        "prompt_tokens": out.prompt_lengths[i],
+        "new_tokens": len(out.tokens[i]),
+        "rounds": out.rounds[i],
+        "accepted_lengths": lengths,
+        "mean_accepted_length": statistics.fmean(lengths) if lengths else None,
+    }
+
+
+def summary_table(results: dict[str, Generation]) -> Table:
+    """Methods side by side; the first row is the baseline of the speed-up. "accepted" is the mean accepted length."""
+    count = len(next(iter(results.values())).tokens)
+    table = Table(title=f"{count} prompts on {jax.devices()[0].device_kind}, compile time excluded")
+    for column in ("method", "tokens", "rounds", "accepted", "tokens/s", "speed-up"):
+        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    base = next(iter(results.values())).tokens_per_second
+    for method, out in results.items():
+        accepted = out.mean_accepted_length
+        table.add_row(
+            method, str(sum(map(len, out.tokens))), str(sum(out.rounds)),
+            "-" if accepted != accepted else f"{accepted:.2f}", f"{out.tokens_per_second:.1f}",
+            f"{out.tokens_per_second / base:.2f}x",
+        )  # fmt: skip
+    return table
+
+
+def compare(results: dict[str, Generation]) -> str:
+    """Whether all methods wrote the same tokens, and where the first pair parts if not."""
+    (base_name, base), *others = results.items()
+    for name, out in others:
+        for i, (a, b) in enumerate(zip(base.tokens, out.tokens)):
+            if a != b:
+                at = next((j for j, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+                return f"texts differ: {base_name} and {name} part at prompt {i}, new token {at}"
+    return "all methods wrote the same text"
+
+
+def run_methods(
+    target: Target, drafter: Drafter | None, prompts: list[Prompt], configs: dict[str, DecodeConfig]
+) -> dict[str, Generation]:
+    return {name: run(target, drafter, prompts, config) for name, config in configs.items()}
+
+
+def main(args: argparse.Namespace) -> int:
+    ids, prompts = collect_prompts(args)
+    if args.method != "autoregressive" and args.drafter is None:
+        raise ValueError(f"--method {args.method} needs --drafter")
+    target = load_target(args.target)
+    drafter = load_drafter(args.drafter, target) if args.drafter else None
+    methods = METHODS if args.method == "all" else (args.method,)
+    results = run_methods(target, drafter, prompts, {m: decode_config(args, m) for m in methods})
+    if args.json:
+        for method, out in results.items():
+            for i, prompt_id in enumerate(ids):
+                speed = {"tokens_per_second": out.tokens_per_second, "compile_seconds": out.compile_seconds}
+                print(json.dumps(to_record(out, i, prompt_id, method) | speed, ensure_ascii=False))
+        return 0
+
+    console = Console(file=sys.stdout, soft_wrap=True)
+    shown = results[methods[-1]]
+    for i, prompt_id in enumerate(ids):
+        text = shown.text[i] if shown.text is not None else str(shown.tokens[i])
+        console.print(f"[bold]{escape(prompt_id)}[/bold] ({shown.finish_reasons[i]})")
+        console.print(escape(text) + "\n", highlight=False)
+    console.print(summary_table(results))
+    if len(results) > 1:
+        verdict = compare(results)
+        console.print(f"[bold]{verdict}[/bold]")
+        if target.config.dtype != "float32" and "differ" in verdict:
+            console.print(f"In {target.config.dtype}, matrices of other shapes may flip a near-tie; float32 shows exact equality.")
+    return 0

@@ -1,0 +1,62 @@
+"""A proposer that knows part of the text: long accepted paths through branching trees, which random drafters never give.
+
+Its marginals put the true token of each depth at a rank drawn from (slot, position), so that paths leave the spine,
+end early or run to the last depth. What it proposes depends on the text so far alone, as for any drafter.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from ddtree_jax.tree import build_tree, chain_tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Scripted:
+    """Parameters: script [B, T] int32, the token at every absolute position. Cache: [B] int32, the root's position.
+
+    Attributes:
+      depth: L.
+      num_nodes: N, or None for a chain.
+      vocab_size: V.
+      rank_spread: the true token of a depth is moved down by 0..rank_spread ranks.
+      taps: any, to exercise the features' way through the loop.
+    """
+
+    depth: int
+    num_nodes: int | None
+    vocab_size: int
+    rank_spread: int
+    taps: tuple[int, ...] = (1,)
+
+    @property
+    def max_path(self):
+        return self.depth + 1
+
+    def init_cache(self, batch, rows):
+        return jnp.zeros((batch,), jnp.int32)
+
+    def log_probs(self, script, position):
+        def one(row, start):
+            def at(i):
+                where = start + 1 + i
+                key = jax.random.fold_in(jax.random.key(7), where.astype(jnp.uint32))
+                scores = jax.random.normal(key, (self.vocab_size,), jnp.float32)
+                rank = jax.random.randint(key, (), 0, self.rank_spread + 1)
+                score = jnp.sort(scores)[::-1][rank] + 1e-3
+                token = row[jnp.minimum(where, row.shape[0] - 1)]
+                return jax.nn.log_softmax(scores.at[token].set(score) * 2.0)
+
+            return jax.vmap(at)(jnp.arange(self.depth, dtype=jnp.int32))
+
+        return jax.vmap(one)(script, position)
+
+    def propose(self, params, target_params, cache, root):
+        log_probs = self.log_probs(params, cache)
+        if self.num_nodes is None:
+            return chain_tree(jnp.argmax(log_probs, -1).astype(jnp.int32), jnp.max(log_probs, -1), root)
+        return build_tree(log_probs, self.num_nodes, root_tokens=root)
+
+    def absorb(self, params, cache, features, count):
+        return cache + count

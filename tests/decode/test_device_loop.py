@@ -1,0 +1,144 @@
+"""The loop stays on the device: no recompilation inside a bucket, no host transfer, donated caches, honest state."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ddtree_jax as dt
+from ddtree_jax import testing
+from ddtree_jax.api import _inputs
+from ddtree_jax.decode import run as device
+from ddtree_jax.decode.loop import ALL_ROUNDS
+from ddtree_jax.decode.plan import make_plan
+from ddtree_jax.models.abstract import check_fits
+from ddtree_jax.models.dflash import DFlash
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = testing.tiny_target(seed=5)
+    return target, testing.tiny_drafter(target)
+
+
+def arguments(pair, prompts, **settings):
+    config = dt.DecodeConfig(num_nodes=16, max_new_tokens=24, stop_token_ids=(), **settings)
+    plan = make_plan(config, pair[0].config, pair[1].config, [len(p) for p in prompts])
+    return plan, _inputs(*pair, plan, prompts, 0, config.temperature)
+
+
+def test_no_recompilation_within_a_bucket(pair):
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
+    )
+    try:
+        settings = dict(num_nodes=16, stop_token_ids=())
+        first = dt.generate(*pair, [[1, 2, 3]], dt.DecodeConfig(max_new_tokens=20, **settings))
+        assert first.compile_seconds > 0 and compiled
+        compiled.clear()
+        # Other text, length, limit, seed and stop tokens; the same bucket.
+        config = dt.DecodeConfig(max_new_tokens=31, num_nodes=16, seed=4, stop_token_ids=(7,))
+        second = dt.generate(*pair, [list(range(14))], config)
+        assert second.compile_seconds == 0.0 and not compiled
+    finally:
+        jax.monitoring.clear_event_listeners()
+
+
+def test_no_transfer_in_the_loop(pair):
+    plan, args = arguments(pair, [[1, 2, 3]])
+    call, _ = device.executable(device.run, plan.loop, *args)
+    with jax.transfer_guard("disallow"):
+        state = call(*args)
+    assert state.num_tokens.tolist() == [24]
+
+
+def test_state_is_donated(pair):
+    plan, args = arguments(pair, [[1, 2, 3]])
+    call, _ = device.executable(device.run, plan.loop, *args)
+    aliased = call.memory_analysis().alias_size_in_bytes
+    caches = sum(x.nbytes for x in jax.tree.leaves((args[-1].target_cache, args[-1].drafter_cache)))
+    call(*args)
+    assert aliased >= caches
+    assert all(x.is_deleted() for x in args[-1].target_cache.keys)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_stream_equals_generate(pair, temperature):
+    config = dt.DecodeConfig(num_nodes=16, max_new_tokens=30, temperature=temperature, seed=3)
+    whole = dt.generate(*pair, [[4, 2]], config).tokens[0]
+    for step in (1, 4):
+        pieces = list(dt.stream_tokens(*pair, [4, 2], config, rounds_per_step=step))
+        assert sum(pieces, []) == whole
+        assert all(pieces)
+
+
+def test_drafter_cache_equals_a_full_recompute(pair):
+    """After any number of rounds the drafter's cache holds the context of exactly the committed tokens."""
+    target, drafter = pair
+    prompts = [[1, 2, 3], list(range(20)), [9]]
+    plan, (params, request, prompt, lengths, state) = arguments(pair, prompts, batch_size=3, prefill_chunk=16)
+    start, _ = device.executable(device.start, plan.loop, params, request, prompt, lengths, state)
+    state = start(params, request, prompt, lengths, state)
+    steps = jnp.int32(3)
+    step, _ = device.executable(device.advance, plan.loop, params, request, state, steps)
+    for _ in range(3):
+        state = step(params, request, state, steps)
+        np.testing.assert_array_equal(state.target_cache.length, state.drafter_cache.length)
+    for slot, text in enumerate(prompts):
+        committed = text + np.asarray(state.tokens[slot, : state.num_tokens[slot]]).tolist()
+        length = int(state.target_cache.length[slot])
+        assert length == len(committed) - 1
+        assert committed[-1] == int(state.root[slot])
+        expected = full_context(target, drafter, committed[:-1])
+        for i, (keys, values) in enumerate(expected):
+            for got, want in ((state.drafter_cache.keys[i], keys), (state.drafter_cache.values[i], values)):
+                np.testing.assert_allclose(got[slot, :, :length], want[0], atol=2e-5)
+
+
+def full_context(target, drafter, tokens):
+    from ddtree_jax.models.cache import KVCache
+    from ddtree_jax.models.decoder import Decoder
+    from ddtree_jax.models.dflash import block_visibility
+
+    c = target.config
+    cache = KVCache.empty(
+        num_layers=c.num_layers, batch=1, num_kv_heads=c.num_kv_heads, rows=8, head_dim=c.head_dim, dtype=c.jax_dtype
+    )
+    positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
+    out = Decoder(c).apply(
+        {"params": target.params}, jnp.asarray([tokens], jnp.int32), positions,
+        jnp.asarray(block_visibility(len(tokens), True))[None], cache, drafter.config.target_layer_ids,
+    )  # fmt: skip
+    variables = {"params": drafter.params}
+    return DFlash(drafter.config).apply(variables, out.features, positions, method=DFlash.context_rows)
+
+
+def test_a_round_leaves_finished_slots_alone(pair):
+    plan, (params, request, prompt, lengths, state) = arguments(pair, [[1, 2, 3], [4, 5]], batch_size=2)
+    start, _ = device.executable(device.start, plan.loop, params, request, prompt, lengths, state)
+    state = start(params, request, prompt, lengths, state)
+    state = state.replace(done=jnp.array([True, False]))
+    before = jax.device_get((state.root[0], state.num_tokens[0], state.rounds[0], state.target_cache.length[0]))
+    step, _ = device.executable(device.advance, plan.loop, params, request, state, ALL_ROUNDS)
+    after = step(params, request, state, ALL_ROUNDS)
+    assert before == jax.device_get((after.root[0], after.num_tokens[0], after.rounds[0], after.target_cache.length[0]))
+    assert int(after.num_tokens[1]) == 24
+
+
+@pytest.mark.parametrize(
+    "field,value,message",
+    [
+        ("target_hidden_size", 64, "target_hidden_size: expected 32, found 64"),
+        ("hidden_size", 64, "hidden_size: expected 32, found 64"),
+        ("target_num_layers", 4, "target_num_layers: expected 3, found 4"),
+        ("target_vocab_size", 60, "target_vocab_size: expected 61, found 60"),
+        ("mask_token_id", 61, "mask_token_id: expected 0..60, found 61"),
+        ("target_layer_ids", (0, 3), "target_layer_ids: expected ascending block ids in 0..2, found"),
+        ("target_layer_ids", (1, 1), "target_layer_ids: expected ascending"),
+    ],
+)
+def test_a_drafter_that_does_not_fit(pair, field, value, message):
+    config = testing.tiny_drafter_config(pair[0].config, **{field: value})
+    with pytest.raises(ValueError, match=message):
+        check_fits(config, pair[0].config)

@@ -1,0 +1,88 @@
+"""Settings out of range end in one clear error before anything compiles."""
+
+import jax
+import pytest
+
+import ddtree_jax as dt
+from ddtree_jax import testing
+from ddtree_jax.decode.plan import bucket, make_plan
+
+TARGET = testing.tiny_target_config()
+DRAFTER = testing.tiny_drafter_config(TARGET)
+
+
+@pytest.mark.parametrize(
+    "settings,lengths,message",
+    [
+        (dict(method="medusa"), [3], "method 'medusa' is unknown; known: autoregressive, dflash, ddtree"),
+        (dict(num_nodes=1), [3], "num_nodes must be 2..512, root included; found 1"),
+        (dict(num_nodes=513), [3], "num_nodes must be 2..512"),
+        (dict(num_nodes=16.0), [3], "num_nodes must be 2..512, root included; found 16.0"),
+        (dict(draft_depth=8), [3], "draft_depth must be 1..7; found 8"),
+        (dict(draft_depth=0), [3], "draft_depth must be 1..7; found 0"),
+        (dict(max_new_tokens=0), [3], "max_new_tokens must be 1 or more; found 0"),
+        (dict(temperature=-0.5), [3], "temperature must be finite and not negative; found -0.5"),
+        (dict(temperature=float("nan")), [3], "temperature must be finite and not negative; found nan"),
+        (dict(temperature=1e-9), [3], "temperature must be 0 .* or at least 0.001; found 1e-09"),
+        (dict(seed=-1), [3], "seed must be an integer in 0..2\\^32-1"),
+        (dict(seed=(1, 2)), [3], "2 seeds were given for 1 prompts"),
+        (dict(stop_token_ids=(61,)), [3], "stop_token_ids must be in 0..60; found 61"),
+        (dict(capacity=513), [3], "capacity must be 2..512 .*; found 513"),
+        (dict(capacity=8), [3, 8], "prompt 1 has 8 tokens, which leaves no room in a capacity of 8"),
+        (dict(), [512], "prompt 0 has 512 tokens, which leaves no room in a capacity of 512"),
+        (dict(batch_size=0), [3], "batch_size must be 1 or more; found 0"),
+        (dict(prefill_chunk=0), [3], "prefill_chunk must be 1..512; found 0"),
+        (dict(), [], "no prompts were given"),
+        (dict(), [2, 0], "prompt 1 is empty"),
+    ],
+)
+def test_refusals(settings, lengths, message):
+    with pytest.raises(ValueError, match=message):
+        make_plan(dt.DecodeConfig(**settings), TARGET, DRAFTER, lengths)
+
+
+def test_a_drafter_is_needed():
+    with pytest.raises(ValueError, match="method 'ddtree' needs a drafter, and none was given"):
+        make_plan(dt.DecodeConfig(), TARGET, None, [3])
+
+
+def test_nothing_compiles_before_an_error(monkeypatch):
+    target = testing.tiny_target()
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *a, **k: pytest.fail("compiled"))
+    with pytest.raises(ValueError, match="prompt 0: token ids must be in 0..60; found 61"):
+        dt.generate(target, None, [[61]], dt.DecodeConfig(method="autoregressive"))
+    with pytest.raises(ValueError, match="tokenizer"):
+        dt.generate(target, None, ["text"], dt.DecodeConfig(method="autoregressive"))
+    with pytest.raises(ValueError, match="prompt 1.*empty"):
+        dt.generate(target, None, [[1], []], dt.DecodeConfig(method="autoregressive"))
+    with pytest.raises(ValueError, match="rounds_per_step must be 1 or more; found 0"):
+        dt.stream_tokens(target, None, [1], dt.DecodeConfig(method="autoregressive"), rounds_per_step=0)
+
+
+@pytest.mark.parametrize("size,expected", [(1, 16), (16, 16), (17, 32), (512, 512), (513, 1024)])
+def test_bucket(size, expected):
+    assert bucket(size) == expected
+
+
+@pytest.mark.parametrize("lengths", [[1], [16], [17], [200, 3], [300]])
+@pytest.mark.parametrize("max_new_tokens", [1, 40, 10_000])
+@pytest.mark.parametrize("method", ["autoregressive", "dflash", "ddtree"])
+def test_shapes_leave_room_for_every_write(lengths, max_new_tokens, method):
+    plan = make_plan(dt.DecodeConfig(method=method, max_new_tokens=max_new_tokens), TARGET, DRAFTER, lengths)
+    rows = plan.loop.proposer.max_path
+    assert plan.prompt_rows % plan.loop.chunk == 0
+    assert plan.prompt_rows >= max(lengths)
+    assert plan.cache_rows >= plan.prompt_rows
+    for length, limit in zip(lengths, plan.limits):
+        assert 1 <= limit <= max_new_tokens
+        # The last round may start when all but one token are written, and then writes `rows` rows.
+        assert length + limit - 1 + rows <= plan.cache_rows
+        assert limit + rows <= plan.output_rows
+
+
+def test_limits_do_not_depend_on_the_method():
+    plans = [
+        make_plan(dt.DecodeConfig(method=m, max_new_tokens=10_000, num_nodes=n), TARGET, DRAFTER, [200, 3])
+        for m, n in (("autoregressive", 2), ("dflash", 2), ("ddtree", 2), ("ddtree", 256))
+    ]
+    assert {p.limits for p in plans} == {(312, 509)}

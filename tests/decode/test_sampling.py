@@ -1,0 +1,53 @@
+"""Draws follow the target's law, and depend on (seed, absolute position) alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from ddtree_jax.decode.sampling import draw
+
+
+def draw_one(logits, *, depth=0, position=5, depths=1, seeds, temperature=1.0, sample=True):
+    batch = len(seeds)
+    return draw(
+        jnp.broadcast_to(jnp.asarray(logits, jnp.float32)[None, None], (batch, 1, len(logits))),
+        jnp.full((batch, 1), depth, jnp.int32),
+        first_position=jnp.full((batch,), position, jnp.int32),
+        num_depths=depths,
+        seeds=jnp.asarray(seeds, jnp.uint32),
+        temperature=jnp.float32(temperature),
+        sample=sample,
+    )[:, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_law(temperature):
+    logits = np.array([1.0, 0.0, 2.0, -1.0, 0.5])
+    seeds = np.arange(20_000, dtype=np.uint32)
+    counts = np.bincount(np.asarray(draw_one(logits, seeds=seeds, temperature=temperature)), minlength=5)
+    p = np.exp(logits / temperature)
+    assert stats.chisquare(counts, p / p.sum() * len(seeds)).pvalue > 1e-3
+
+
+def test_neighbouring_positions_are_independent():
+    seeds = np.arange(20_000, dtype=np.uint32)
+    logits = np.zeros(3)
+    a = np.asarray(draw_one(logits, seeds=seeds, position=5))
+    b = np.asarray(draw_one(logits, seeds=seeds, position=6))
+    table = np.histogram2d(a, b, bins=(3, 3))[0]
+    assert stats.chi2_contingency(table).pvalue > 1e-3
+
+
+def test_only_seed_and_position_matter():
+    logits = jax.random.normal(jax.random.key(0), (40,))
+    seeds = np.arange(50, dtype=np.uint32)
+    at_root = draw_one(logits, seeds=seeds, position=9)
+    deep = draw_one(logits, seeds=seeds, position=5, depth=4, depths=8)
+    np.testing.assert_array_equal(at_root, deep)
+    assert len(set(np.asarray(at_root).tolist())) > 5
+
+
+def test_argmax_ignores_seeds_and_takes_the_first_of_ties():
+    assert draw_one([0.0, 3.0, 3.0], seeds=[1, 2], sample=False).tolist() == [1, 1]

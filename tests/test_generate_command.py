@@ -1,0 +1,76 @@
+"""`python -m ddtree_jax generate` on a converted tiny pair."""
+
+import json
+
+import pytest
+
+from ddtree_jax import testing
+from ddtree_jax.__main__ import main
+from ddtree_jax.checkpoint import save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pair")
+    target = testing.tiny_target(seed=5, vocab_size=testing.TINY_VOCABULARY, stop_token_ids=(0,))
+    drafter = testing.tiny_drafter(target)
+    save_checkpoint(folder / "target", target.config, target.params, testing.tiny_tokenizer_files(), source="test")
+    save_checkpoint(folder / "drafter", drafter.config, drafter.params, {}, source="test")
+    return ["--target", str(folder / "target"), "--drafter", str(folder / "drafter")]
+
+
+def run(capsys, *args):
+    code = main(["generate", *args])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_json_lines(pair, capsys, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"id": "a", "turns": ["one two"]}\n{"id": "b", "turns": ["three"]}\n')
+    code, out, _ = run(
+        capsys, *pair, "--prompts", str(prompts), "--chat", "--method", "all", "--num-nodes", "16", "--max-new-tokens", "12",
+        "--temperature", "1", "--seed", "5", "--json",
+    )  # fmt: skip
+    assert code == 0
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [(r["method"], r["id"]) for r in records] == [
+        (m, i) for m in ("autoregressive", "dflash", "ddtree") for i in ("a", "b")
+    ]
+    for r in records:
+        assert r["new_tokens"] == len(r["tokens"]) == 1 + sum(r["accepted_lengths"])
+        assert r["rounds"] == len(r["accepted_lengths"])
+        assert r["tokens"] == records[0 if r["id"] == "a" else 1]["tokens"]
+
+
+def test_side_by_side(pair, capsys):
+    code, out, _ = run(capsys, *pair, "--prompt", "hello", "--method", "all", "--num-nodes", "16", "--max-new-tokens", "12")
+    assert code == 0
+    assert "all methods wrote the same text" in out
+    for column in ("autoregressive", "dflash", "ddtree", "tokens/s", "rounds"):
+        assert column in out
+
+
+@pytest.mark.parametrize(
+    "args,message",
+    [
+        (["--prompt", ""], "prompt 0"),
+        ([], "give --prompt or --prompts"),
+        (["--prompt", "x", "--num-nodes", "1"], "num_nodes must be 2..512"),
+        (["--prompt", "x", "--prompts", "missing.jsonl"], "missing.jsonl"),
+    ],
+)
+def test_errors_are_one_line(pair, capsys, args, message):
+    code, out, err = run(capsys, *pair, *args)
+    assert code == 2
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+def test_a_missing_checkpoint(capsys):
+    code, _, err = run(capsys, "--target", "nowhere", "--method", "autoregressive", "--prompt", "x")
+    assert code == 2 and "nowhere" in err and err.count("\n") == 1
+
+
+def test_a_missing_drafter(pair, capsys):
+    code, _, err = run(capsys, *pair[:2], "--prompt", "x")
+    assert code == 2 and "--method ddtree needs --drafter" in err
