@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from ddtree_jax.tree.accept import Acceptance
@@ -116,17 +117,18 @@ class _Nodes:
         slots = tree.tokens.shape[0]
         if not 0 <= slot < slots:
             raise IndexError(f"slot {slot} of a batch of {slots}")
+        tree, accepted = jax.device_get((tree, accepted))
         size = int(tree.size[slot])
-        tokens = np.asarray(tree.tokens[slot, :size]).tolist()
+        tokens = tree.tokens[slot, :size].tolist()
         self.labels = [str(token) if decode is None else repr(decode(token)) for token in tokens]
-        self.parent = np.asarray(tree.parent[slot, :size]).tolist()
-        self.depth = np.asarray(tree.depth[slot, :size]).tolist()
-        self.probability = np.exp(np.asarray(tree.log_prob[slot, :size], np.float64)).tolist()
+        self.parent = tree.parent[slot, :size].tolist()
+        self.depth = tree.depth[slot, :size].tolist()
+        self.probability = np.exp(tree.log_prob[slot, :size].astype(np.float64)).tolist()
         self.children: list[list[int]] = [[] for _ in range(size)]
         for node in range(1, size):
             self.children[self.parent[node]].append(node)
         if isinstance(accepted, Acceptance):
-            accepted = np.asarray(accepted.path[slot, : int(accepted.length[slot])]).tolist()
+            accepted = accepted.path[slot, : accepted.length[slot]].tolist()
         self.accepted = set() if accepted is None else {int(node) for node in accepted}
 
     def heights(self) -> list[float]:

@@ -7,7 +7,14 @@ from tree_oracle import CASES, HAND, MARGINALS, check_tree, heap_tree, log, node
 from ddtree_jax.tree import build, build_from_top, build_tree, top_suffices, top_tokens, unpack_ancestors
 from ddtree_jax.tree.select import largest_by_counting
 
-jit_build = jax.jit(build_tree, static_argnums=1)
+compiled_build = jax.jit(build_tree, static_argnums=1)
+jit_from_top = jax.jit(build_from_top, static_argnums=2)
+jit_top_tokens = jax.jit(top_tokens, static_argnums=1)
+
+
+def jit_build(*args, **kwargs):
+    """`build_tree` in one compiled piece, result on the host."""
+    return jax.device_get(compiled_build(*args, **kwargs))
 
 
 def marginals(probs):
@@ -36,10 +43,13 @@ def test_oracle_cases(case):
     check_case(case, jit_build(marginals(MARGINALS[case["marginals"]]), case["num_nodes"]))
 
 
-@pytest.mark.parametrize("case", CASES[3:9], ids=lambda case: case["name"])
-def test_oracle_cases_with_the_selection_that_gpus_use(case, monkeypatch):
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if len(MARGINALS[c["marginals"]]) == 7], ids=lambda case: case["name"]
+)
+def test_oracle_case_with_the_selection_that_gpus_use(case, monkeypatch):
     monkeypatch.setattr(build, "sorted_largest", largest_by_counting)
-    check_case(case, build_tree(marginals(MARGINALS[case["marginals"]]), case["num_nodes"]))
+    fresh = jax.jit(lambda x: build_tree(x, case["num_nodes"]))  # not the trace that another test left in the cache
+    check_case(case, fresh(marginals(MARGINALS[case["marginals"]])))
 
 
 def test_the_gpu_form_lowers_without_a_gpu():
@@ -61,7 +71,7 @@ def test_arrays_of_the_seven_node_tree():
     np.testing.assert_array_equal(tree.parent, [[0, 0, 1, 0, 3, 2, 1]])
     np.testing.assert_array_equal(tree.depth, [[0, 1, 2, 1, 2, 3, 2]])
     rows = "1000000 1100000 1110000 1001000 1001100 1110010 1100001".split()
-    np.testing.assert_array_equal(unpack_ancestors(tree)[0], [[bit == "1" for bit in row] for row in rows])
+    np.testing.assert_array_equal(np.asarray(unpack_ancestors(tree))[0], [[bit == "1" for bit in row] for row in rows])
     np.testing.assert_array_equal(tree.ancestors[0, :, 0], [1, 3, 7, 9, 25, 39, 67])
 
 
@@ -88,7 +98,7 @@ def test_sums_with_a_real_tie():
     np.testing.assert_allclose(total[[1, 2, 3, 4, 5, 6, 8, 10]], [1.6, 1.9, 2.2, 2.44, 2.65, 2.818, 3.088, 3.293], 1e-6)
 
 
-@pytest.mark.parametrize("num_nodes", [2, 4, 5, 9, 16])
+@pytest.mark.parametrize("num_nodes", [2, 5, 16])
 def test_certain_tokens_make_exact_ties_along_a_chain(num_nodes):
     # Parents and children of equal probability 1: the chain must still come out parents first.
     probs = np.zeros((15, 6))
@@ -122,11 +132,11 @@ def test_nan_never_gets_in():
 def test_rounding_above_zero_cannot_put_a_child_before_its_parent():
     token_log_prob = jnp.full((1, 4, 2), 1e-7, jnp.float32)
     tokens = jnp.tile(jnp.arange(2, dtype=jnp.int32), (1, 4, 1))
-    check_tree(build_from_top(token_log_prob, tokens, 12), 0)
+    check_tree(jax.device_get(jit_from_top(token_log_prob, tokens, 12)), 0)
 
 
 @pytest.mark.parametrize(("depths", "vocab"), [(1, 1), (1, 7), (6, 1), (2, 2)])
-@pytest.mark.parametrize("num_nodes", [1, 2, 3, 40])
+@pytest.mark.parametrize("num_nodes", [1, 2, 40])
 def test_corner_shapes(depths, vocab, num_nodes):
     probs = np.random.default_rng(depths * vocab).dirichlet(np.ones(vocab), size=depths)
     tree = jit_build(marginals(probs), num_nodes)
@@ -151,11 +161,11 @@ def test_slots_do_not_mix():
 def test_smaller_trees_are_prefixes_and_more_tokens_change_nothing():
     log_probs = jax.nn.log_softmax(jnp.asarray(np.random.default_rng(4).normal(size=(2, 5, 50)) * 2, jnp.float32))
     big = jit_build(log_probs, 40)
-    for num_nodes in (2, 7, 39):
+    for num_nodes in (7, 39):
         small = jit_build(log_probs, num_nodes)
         for field in ("tokens", "parent", "depth", "log_prob"):
             np.testing.assert_array_equal(getattr(small, field), getattr(big, field)[:, :num_nodes])
-    everything = build_from_top(*top_tokens(log_probs, 50), 40)
+    everything = jit_from_top(*jit_top_tokens(log_probs, 50), 40)
     for got, want in zip(jax.tree.leaves(everything), jax.tree.leaves(big)):
         np.testing.assert_array_equal(got, want)
     shifted = jax.nn.log_softmax(log_probs + jnp.arange(5, dtype=jnp.float32)[None, :, None])
@@ -178,7 +188,7 @@ def realistic_log_probs(rng, slots, vocab):
     return rng.permuted(tables[nearest], axis=2)
 
 
-@pytest.mark.parametrize("num_nodes", [64, 128, 256])
+@pytest.mark.parametrize("num_nodes", [64, 256])
 def test_realistic_sizes_match_the_heap_and_the_rank_bound(num_nodes):
     exact = realistic_log_probs(np.random.default_rng(num_nodes), 3, 400)
     log_probs = jnp.asarray(exact, jnp.float32)
@@ -192,8 +202,8 @@ def test_realistic_sizes_match_the_heap_and_the_rank_bound(num_nodes):
             ranks = [rank[slot, d, token] for d, token in enumerate(prefix)]
             assert np.cumprod(ranks).sum() <= num_nodes - 1
     # Half the tokens are enough here, and the proof of it holds.
-    short = top_tokens(log_probs, num_nodes // 2)
-    half = build_from_top(*short, num_nodes)
+    short = jit_top_tokens(log_probs, num_nodes // 2)
+    half = jit_from_top(*short, num_nodes)
     assert bool(top_suffices(half, short[0]).all())
     np.testing.assert_array_equal(half.tokens, tree.tokens)
     np.testing.assert_array_equal(half.parent, tree.parent)
@@ -201,11 +211,11 @@ def test_realistic_sizes_match_the_heap_and_the_rank_bound(num_nodes):
 
 def test_top_suffices_refuses_a_list_that_is_too_short():
     log_probs = marginals(np.full((1, 8), 1 / 8))
-    short = top_tokens(log_probs, 2)
-    assert not bool(top_suffices(build_from_top(*short, 6), short[0])[0])
+    short = jit_top_tokens(log_probs, 2)
+    assert not bool(top_suffices(jit_from_top(*short, 6), short[0])[0])
     certain = marginals(np.array([[1.0, 0.0, 0.0]]))
-    short = top_tokens(certain, 2)
-    assert bool(top_suffices(build_from_top(*short, 6), short[0])[0])
+    short = jit_top_tokens(certain, 2)
+    assert bool(top_suffices(jit_from_top(*short, 6), short[0])[0])
 
 
 def test_one_compilation_serves_every_batch_of_a_shape():

@@ -9,6 +9,8 @@ from tree_oracle import naive_visible
 from ddtree_jax.tree import ancestor_bits, build_tree, num_words, unpack_ancestors
 from ddtree_jax.tree.draft_tree import pack_bits, unpack_bits
 
+jit_ancestor_bits = jax.jit(ancestor_bits, static_argnums=2)
+
 WIDTHS = (1, 2, 31, 32, 33, 64, 256)
 
 
@@ -23,17 +25,17 @@ def test_ancestor_bits_match_a_walk_to_the_root(num_nodes):
     rng = np.random.default_rng(num_nodes)
     parent = np.stack([random_parents(rng, num_nodes, reach) for reach in (1, 3, num_nodes)])
     size = np.array([num_nodes, max(1, num_nodes // 2), num_nodes], np.int32)
-    bits = jax.jit(ancestor_bits, static_argnums=2)(jnp.asarray(parent), jnp.asarray(size), num_nodes - 1)
+    bits = jit_ancestor_bits(jnp.asarray(parent), jnp.asarray(size), num_nodes - 1)
     assert bits.shape == (3, num_nodes, num_words(num_nodes)) and bits.dtype == jnp.uint32
     visible = np.asarray(unpack_bits(bits, num_nodes))
     for slot in range(3):
         np.testing.assert_array_equal(visible[slot], naive_visible(parent[slot], size[slot]))
 
 
-@pytest.mark.parametrize("max_depth", range(1, 18))
+@pytest.mark.parametrize("max_depth", [1, 2, 3, 4, 7, 8, 15, 16])
 def test_max_depth_is_a_sharp_promise(max_depth):
     chain = jnp.maximum(jnp.arange(max_depth + 1, dtype=jnp.int32) - 1, 0)[None]
-    bits = ancestor_bits(chain, jnp.array([max_depth + 1], jnp.int32), max_depth)
+    bits = jit_ancestor_bits(chain, jnp.array([max_depth + 1], jnp.int32), max_depth)
     np.testing.assert_array_equal(np.asarray(unpack_bits(bits, max_depth + 1))[0], np.tri(max_depth + 1, dtype=bool))
 
 
@@ -63,7 +65,7 @@ def test_errors():
 
 
 def test_the_tree_is_a_frozen_pytree():
-    tree = build_tree(jnp.log(jnp.full((2, 2, 3), 1 / 3, jnp.float32)), 5)
+    tree = jax.jit(build_tree, static_argnums=1)(jnp.log(jnp.full((2, 2, 3), 1 / 3, jnp.float32)), 5)
     assert len(jax.tree.leaves(tree)) == 6
     with pytest.raises(dataclasses.FrozenInstanceError):
         tree.size = tree.size

@@ -1,11 +1,14 @@
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tree_oracle import HAND, log
 
 from ddtree_jax.tree import accept, build_tree, chain_tree, format_tree, plot_tree
+
+jit_build = jax.jit(build_tree, static_argnums=1)
 
 DRAWING = """\
 'a' 1 ●
@@ -20,12 +23,14 @@ DRAWING = """\
 @pytest.fixture
 def tree():
     probs = np.stack([np.full_like(HAND, 0.25), HAND])
-    return build_tree(jnp.asarray(log(probs), jnp.float32), 7)
+    return jit_build(jnp.asarray(log(probs), jnp.float32), 7)
 
 
 @pytest.fixture
 def acceptance(tree):
-    return accept(tree, jnp.array([[3] * 7, [1, 5, 9, 0, 2, 9, 9]], jnp.int32), max_path=4)
+    return jax.jit(accept, static_argnames="max_path")(
+        tree, jnp.array([[3] * 7, [1, 5, 9, 0, 2, 9, 9]], jnp.int32), max_path=4
+    )
 
 
 def test_text_drawing(tree, acceptance):
@@ -36,9 +41,9 @@ def test_text_drawing(tree, acceptance):
 
 
 def test_padding_is_left_out_and_chains_may_be_long():
-    tree = build_tree(jnp.zeros((1, 1, 1), jnp.float32), 5)
+    tree = jit_build(jnp.zeros((1, 1, 1), jnp.float32), 5)
     assert format_tree(tree) == "0 1\n└─ 0 1"
-    depths = 2000
+    depths = 1100  # beyond Python's recursion limit
     chain = chain_tree(
         jnp.ones((1, depths), jnp.int32), jnp.zeros((1, depths), jnp.float32), jnp.zeros((1,), jnp.int32)
     )

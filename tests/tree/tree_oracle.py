@@ -59,7 +59,7 @@ def ordered_prefixes(log_probs):
     """
     everything, above = [], [((), 0.0)]
     for depth in range(log_probs.shape[0]):
-        children = [(ranks + (r,), w + lp) for ranks, w in above for r, lp in enumerate(log_probs[depth].tolist())]
+        children = [((*ranks, r), w + lp) for ranks, w in above for r, lp in enumerate(log_probs[depth].tolist())]
         above = sorted(children, key=lambda child: -child[1])  # stable: parent's place, then rank
         everything += above
     everything = sorted(everything, key=lambda item: -item[1])  # stable: shallower first
@@ -102,8 +102,6 @@ def walk(tree, slot, draws):
 
 def check_tree(tree, slot, log_probs=None):
     """Everything that must hold for any tree of one slot; with log_probs [L, V] also its weights."""
-    from ddtree_jax.tree import unpack_ancestors
-
     size, width = int(tree.size[slot]), tree.num_nodes
     tokens, parent, depth, weight = (
         np.asarray(field[slot]) for field in (tree.tokens, tree.parent, tree.depth, tree.log_prob)
@@ -117,7 +115,11 @@ def check_tree(tree, slot, log_probs=None):
     assert (np.diff(weight[:size]) <= 0).all()
     assert (tokens[size:] == 0).all() and (parent[size:] == 0).all() and (depth[size:] == 0).all()
     assert (weight[size:] == -np.inf).all()
-    np.testing.assert_array_equal(np.asarray(unpack_ancestors(tree)[slot]), naive_visible(parent, size))
+    words = np.asarray(tree.ancestors[slot])
+    assert words.dtype == np.uint32 and words.shape == (width, -(-width // 32))
+    node = np.arange(width)
+    visible = words[:, node // 32] >> (node % 32).astype(np.uint32) & 1 == 1
+    np.testing.assert_array_equal(visible, naive_visible(parent, size))
     prefixes = node_prefixes(tree, slot)
     assert len(set(prefixes)) == size, "two nodes stand for the same text"
     if log_probs is not None:
