@@ -55,9 +55,13 @@ class _Kernel:
         return -(-self.plan.tiles // self.config.consumers)
 
     @property
+    def in_cluster(self) -> bool:
+        return self.config.splits > 1 and self.config.merge == "cluster"
+
+    @property
     def merge_columns(self) -> int:
-        """Columns of head_dim that one thread block of a cluster merges."""
-        return 8 * -(-self.head_dim // (8 * self.config.splits))
+        """Columns of head_dim that one thread block merges."""
+        return 8 * -(-self.head_dim // (8 * self.config.splits)) if self.in_cluster else 16
 
 
 def tree_attention(
@@ -102,14 +106,15 @@ def tree_attention(
         operands.append(packing.row_values(oldest, plan))
         operands.append(jnp.stack([jnp.min(oldest, axis=1), jnp.max(oldest, axis=1)], axis=1))
     operands.append(packing.row_words(ancestors, positions, sliding_window, plan, tree_blocks * config.block))
-    out, *_ = _call(kernel, q.shape, interpret)(*operands)
-    return out
+    results = _call(kernel, q.shape, interpret)(*operands)
+    if config.splits > 1 and not kernel.in_cluster:
+        return _call_merge(kernel, q.shape, interpret)(*results)
+    return results[0]
 
 
 def _call(kernel: _Kernel, out_shape: tuple[int, ...], interpret):
     config, dtype, head_dim = kernel.config, kernel.dtype, kernel.head_dim
     consumers, stages, block = config.consumers, config.stages, config.block
-    outputs = [jax.ShapeDtypeStruct(out_shape, dtype)]
     ring = plgpu.SMEM((stages, block, head_dim), dtype, transforms=_tiled(head_dim, dtype))
     scratch = dict(
         q_s=plgpu.SMEM((consumers, _ROWS, head_dim), dtype, transforms=_tiled(head_dim, dtype)),
@@ -121,35 +126,94 @@ def _call(kernel: _Kernel, out_shape: tuple[int, ...], interpret):
         v_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
         turn=plgpu.Barrier(num_arrivals=consumers),
     )
-    if config.splits == 1:
-        scratch["ring"] = plgpu.RefUnion((ring, ring))
-    else:
+    outputs, unions = [], [(ring, ring)]
+    if config.splits > 1:
         partials = kernel.batch * kernel.kv_heads * kernel.row_blocks * consumers * config.splits
         outputs.append(jax.ShapeDtypeStruct((partials, _ROWS, head_dim), jnp.float32))
         outputs.append(jax.ShapeDtypeStruct((partials, _ROWS), jnp.float32))
         # The ring is empty by the time results leave, so they share its memory.
         partial_s = plgpu.SMEM((consumers, _ROWS, head_dim), jnp.float32, transforms=_tiled(head_dim, jnp.float32))
-        lse_s = plgpu.SMEM((consumers, _ROWS), jnp.float32)
-        merged_s = plgpu.SMEM((consumers, _ROWS, kernel.merge_columns), dtype)
-        scratch["ring"] = plgpu.RefUnion((ring, ring), (partial_s, lse_s), merged_s)
+        unions.append((partial_s, plgpu.SMEM((consumers, _ROWS), jnp.float32)))
+    if config.splits == 1 or kernel.in_cluster:
+        outputs.append(jax.ShapeDtypeStruct(out_shape, dtype))
+    if kernel.in_cluster:
+        unions.append(plgpu.SMEM((consumers, _ROWS, kernel.merge_columns), dtype))
         scratch["merge"] = plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=consumers)
+        outputs.insert(0, outputs.pop())
+    scratch["ring"] = plgpu.RefUnion(*unions)
     if kernel.interpreted:
         scratch["p_s"] = plgpu.SMEM((consumers, _ROWS, block), dtype, transforms=_tiled(block, dtype))
 
+    grid = dict(grid=(kernel.batch, kernel.kv_heads, config.splits, kernel.row_blocks), grid_names=("slot", "head", "split", "rows"))
+    if kernel.in_cluster:
+        grid = dict(grid=(kernel.batch, kernel.kv_heads, kernel.row_blocks), grid_names=("slot", "head", "rows"))
+        grid |= dict(cluster=(config.splits,), cluster_names=("split",))
     return plgpu.kernel(
         functools.partial(_body, kernel),
         out_type=outputs,
         scratch_types=scratch,
-        grid=(kernel.batch, kernel.kv_heads, kernel.row_blocks),
-        grid_names=("slot", "head", "rows"),
-        cluster=(config.splits,),
-        cluster_names=("split",),
+        **grid,
         num_threads=consumers + 1,
         thread_name="wg",
         kernel_name="tree_attention",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )
+
+
+def _call_merge(kernel: _Kernel, out_shape: tuple[int, ...], interpret):
+    """The kernel that merges the splits' results where they do not form a cluster."""
+    chunks = -(-kernel.head_dim // kernel.merge_columns)
+    return plgpu.kernel(
+        functools.partial(_merge_body, kernel),
+        out_type=jax.ShapeDtypeStruct(out_shape, kernel.dtype),
+        scratch_types=[plgpu.SMEM((_ROWS, kernel.merge_columns), kernel.dtype)],
+        grid=(kernel.batch, kernel.kv_heads, kernel.plan.tiles, chunks),
+        grid_names=("slot", "head", "tile", "chunk"),
+        kernel_name="tree_attention_merge",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )
+
+
+def _merge_body(kernel: _Kernel, part_g, lse_g, out_g, merged_s):
+    slot, head, tile = lax.axis_index("slot"), lax.axis_index("head"), lax.axis_index("tile")
+    columns = pl.ds(lax.axis_index("chunk") * kernel.merge_columns, kernel.merge_columns)
+    first = _first_partial(kernel, slot, head, tile)
+    merged_s[...] = _merged(kernel, part_g, lse_g, first, columns).astype(kernel.dtype)
+    _send(kernel, slot, head, tile, merged_s, out_g, columns)
+
+
+def _first_partial(kernel, slot, head, tile):
+    return ((slot * kernel.kv_heads + head) * (kernel.row_blocks * kernel.config.consumers) + tile) * kernel.config.splits
+
+
+def _merged(kernel, part_g, lse_g, first, columns):
+    """The splits' results weighted by their sums: [64, columns] float32 of one tile."""
+    splits = range(kernel.config.splits)
+    lse = [_load(lse_g.at[first + s], _COLUMN) for s in splits]
+    parts = [_load(part_g.at[first + s, :, columns], _MATRIX) for s in splits]
+    top = functools.reduce(jnp.maximum, lse)
+    weights = [jnp.exp2(x - top) for x in lse]
+    inverse = 1.0 / functools.reduce(jnp.add, weights)
+    return functools.reduce(jnp.add, [part * _across(w * inverse, part.shape) for part, w in zip(parts, weights)])
+
+
+def _send(kernel, slot, head, tile, source, out_g, columns=None):
+    """Writes a finished tile [64, columns] from shared memory to the rows of the output that it stands for."""
+    plan = kernel.plan
+    nodes = pl.ds(lax.div(tile, plan.head_tiles) * plan.nodes_per_tile, plan.nodes_per_tile)
+    plgpu.commit_smem()
+    for h in range(plan.heads_per_tile):
+        member = lax.rem(tile, plan.head_tiles) * plan.heads_per_tile + h
+
+        @pl.when((tile < plan.tiles) & (member < plan.group))
+        def _():
+            target = out_g.at[slot, nodes, head * plan.group + member]
+            rows = source.at[pl.ds(h * plan.nodes_per_tile, plan.nodes_per_tile)]
+            plgpu.copy_smem_to_gmem(rows, target if columns is None else target.at[:, columns])
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _tiled(columns: int, dtype) -> tuple:
@@ -163,7 +227,7 @@ def _body(kernel: _Kernel, q_g, k_g, v_g, lengths_g, k_tree_g, v_tree_g, *refs, 
     oldest_g, window_g = None, None
     if kernel.windowed:
         oldest_g, window_g, *refs = refs
-    words_g, out_g, *partial_g = refs
+    words_g, *out_g = refs
     slot, head, wg = lax.axis_index("slot"), lax.axis_index("head"), lax.axis_index("wg")
     split = lax.axis_index("split")
 
@@ -183,7 +247,7 @@ def _body(kernel: _Kernel, q_g, k_g, v_g, lengths_g, k_tree_g, v_tree_g, *refs, 
 
     @pl.when(wg < config.consumers)
     def _():
-        _consume(kernel, span, slot, head, split, wg, q_g, oldest_g, window_g, words_g, out_g, partial_g, ring, scratch)
+        _consume(kernel, span, slot, head, split, wg, q_g, oldest_g, window_g, words_g, out_g, ring, scratch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +322,7 @@ def _clean(kernel, span, i, v_s, scratch):
     plgpu.barrier_arrive(scratch["v_ready"].at[place])
 
 
-def _consume(kernel, span, slot, head, split, wg, q_g, oldest_g, window_g, words_g, out_g, partial_g, ring, scratch):
+def _consume(kernel, span, slot, head, split, wg, q_g, oldest_g, window_g, words_g, out_g, ring, scratch):
     """Carries one tile of 64 rows over the blocks of the span and writes its result."""
     plgpu.set_max_registers(232, action="increase")
     plan, config = kernel.plan, kernel.config
@@ -268,49 +332,36 @@ def _consume(kernel, span, slot, head, split, wg, q_g, oldest_g, window_g, words
     nodes = pl.ds(node_tile * plan.nodes_per_tile, plan.nodes_per_tile)
     q_s = scratch["q_s"].at[wg]
 
-    def for_each_head(action):
-        for h in range(plan.heads_per_tile):
-            action(pl.ds(h * plan.nodes_per_tile, plan.nodes_per_tile), head_tile * plan.heads_per_tile + h)
-
-    def fetch_q(rows, member):
-        query_head = head * plan.group + jnp.minimum(member, plan.group - 1)
+    for h in range(plan.heads_per_tile):
+        query_head = head * plan.group + jnp.minimum(head_tile * plan.heads_per_tile + h, plan.group - 1)
+        rows = pl.ds(h * plan.nodes_per_tile, plan.nodes_per_tile)
         plgpu.copy_gmem_to_smem(q_g.at[slot, nodes, query_head], q_s.at[rows], scratch["q_ready"].at[wg])
-
-    for_each_head(fetch_q)
     oldest = _load(oldest_g.at[slot, node_tile], _COLUMN) if kernel.windowed else None
     plgpu.barrier_wait(scratch["q_ready"].at[wg])
     mask = functools.partial(_mask, kernel, span, oldest, words_g.at[slot, node_tile])
     acc, top, total = _attend(kernel, span, wg, window_g.at[slot] if kernel.windowed else None, mask, q_s, ring[0], scratch)
 
-    def send(source, columns):
-        def store(rows, member):
-            @pl.when((place < plan.tiles) & (member < plan.group))
-            def _():
-                target = out_g.at[slot, nodes, head * plan.group + member]
-                plgpu.copy_smem_to_gmem(source.at[rows], target if columns is None else target.at[:, columns])
-
-        plgpu.commit_smem()
-        for_each_head(store)
-        plgpu.wait_smem_to_gmem(0)
-
     seen = jnp.where(total > 0, total, 1.0)
     acc = acc * _across(1.0 / seen, acc.shape)
     if config.splits == 1:
         q_s[...] = acc.astype(kernel.dtype)
-        send(q_s, None)
+        _send(kernel, slot, head, place, q_s, out_g[0])
         return
 
-    (partial_s, lse_s), merged_s = ring[1], ring[2].at[wg]
+    part_g, lse_g = out_g[-2:]
+    partial_s, lse_s = ring[1]
     if config.consumers > 1:  # nobody may still read the ring
         plgpu.barrier_arrive(scratch["turn"])
         plgpu.barrier_wait(scratch["turn"])
-    part_g, lse_g = partial_g
-    first = ((slot * kernel.kv_heads + head) * (kernel.row_blocks * config.consumers) + place) * config.splits
+    first = _first_partial(kernel, slot, head, place)
     partial_s[wg, ...] = acc
     lse_s[wg, ...] = jnp.where(total > 0, top + jnp.log(seen) * _LOG2E, _LOWEST)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(partial_s.at[wg], part_g.at[first + split])
     plgpu.copy_smem_to_gmem(lse_s.at[wg], lse_g.at[first + split])
+    if not kernel.in_cluster:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        return
     plgpu.wait_smem_to_gmem(0)
     plgpu.barrier_arrive(scratch["merge"])
     plgpu.barrier_wait(scratch["merge"])
@@ -318,14 +369,9 @@ def _consume(kernel, span, slot, head, split, wg, q_g, oldest_g, window_g, words
     @pl.when(split * kernel.merge_columns < kernel.head_dim)
     def _():
         columns = pl.ds(split * kernel.merge_columns, kernel.merge_columns)
-        lse = [_load(lse_g.at[first + s], _COLUMN) for s in range(config.splits)]
-        top = functools.reduce(jnp.maximum, lse)
-        weights = [jnp.exp2(x - top) for x in lse]
-        inverse = 1.0 / functools.reduce(jnp.add, weights)
-        parts = [_load(part_g.at[first + s, :, columns], _MATRIX) for s in range(config.splits)]
-        scaled = [part * _across(weight * inverse, part.shape) for part, weight in zip(parts, weights)]
-        merged_s[...] = functools.reduce(jnp.add, scaled).astype(kernel.dtype)
-        send(merged_s, columns)
+        merged_s = ring[2].at[wg]
+        merged_s[...] = _merged(kernel, part_g, lse_g, first, columns).astype(kernel.dtype)
+        _send(kernel, slot, head, place, merged_s, out_g[0], columns)
 
 
 def _mask(kernel, span, oldest, words_g, j, scores):
