@@ -4,11 +4,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ddtree_jax.commands import generate
+from ddtree_jax.commands import evaluate, generate
 from ddtree_jax.train import cli as train
 
 COMMANDS = {
     "generate": (generate, "decode prompts"),
+    "evaluate": (evaluate, "compare methods and widths on prompt files"),
     "train": (train, "train a DFlash drafter for a target"),
 }
 

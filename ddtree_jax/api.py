@@ -1,5 +1,6 @@
 """The public interface: load a target and a drafter, generate, stream."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import statistics
@@ -130,6 +131,34 @@ def generate(
     text = None if target.tokenizer is None else [target.tokenizer.decode(t) for t in tokens]
     lengths = [len(e) for e in encoded]
     return Generation(tokens, text, accepted, rounds, reasons, lengths, seconds, compile_seconds)
+
+
+def compile_ahead(
+    target: Target,
+    drafter: Drafter | None,
+    configs: Sequence[DecodeConfig],
+    *,
+    prompt_length: int,
+    batch: int = 1,
+    workers: int = 4,
+) -> float:
+    """Compiles what `generate` will need for each of `configs`, several at a time; returns the seconds it took.
+
+    Args:
+      prompt_length: longest prompt to come, in tokens; give the same `prompt_bucket` here and there, or equal buckets.
+      batch: B of the calls to come.
+    """
+
+    def one(config: DecodeConfig) -> None:
+        config = dataclasses.replace(config, seed=0, batch_size=batch)
+        prompts = [[0] * prompt_length] * batch
+        plan = make_plan(config, target.config, None if drafter is None else drafter.config, [prompt_length] * batch)
+        device.executable(device.run, plan.loop, *_inputs(target, drafter, plan, prompts, 0, config.temperature))
+
+    began = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        list(pool.map(one, configs))
+    return time.perf_counter() - began
 
 
 def stream_tokens(

@@ -167,7 +167,8 @@ MAX_NODES = 512
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """How to decode. The text never depends on `method`, `num_nodes`, `draft_depth`, `batch_size` or `prefill_chunk`.
+    """How to decode. The text never depends on `method`, `num_nodes`, `draft_depth`, `batch_size`, `prefill_chunk` or
+    `prompt_bucket`.
 
     Attributes:
       method: "autoregressive", "dflash" (the drafter's most probable chain) or "ddtree" (its N most probable prefixes).
@@ -181,6 +182,7 @@ class DecodeConfig:
         the longest context that the target declares.
       batch_size: prompts decoded at a time; None takes all of them, at most 8.
       prefill_chunk: prompt tokens a pass.
+      prompt_bucket: pad prompts to at least this many tokens, so that several calls share one executable.
     """
 
     method: str = "ddtree"
@@ -193,3 +195,4 @@ class DecodeConfig:
     capacity: int | None = None
     batch_size: int | None = None
     prefill_chunk: int = 256
+    prompt_bucket: int = 0

@@ -99,6 +99,10 @@ def check_config(config: DecodeConfig, target: TargetConfig, drafter: DrafterCon
     if c.batch_size is not None:
         _check(_is_int(c.batch_size, 1), f"batch_size must be 1 or more; found {c.batch_size!r}")
     _check(_is_int(c.prefill_chunk, 1, MAX_NODES), f"prefill_chunk must be 1..{MAX_NODES}; found {c.prefill_chunk!r}")
+    _check(
+        _is_int(c.prompt_bucket, 0, target.max_position),
+        f"prompt_bucket must be 0..{target.max_position}; found {c.prompt_bucket!r}",
+    )
 
 
 def make_proposer(config: DecodeConfig, target: Decoder, drafter: DrafterConfig | None) -> Proposer:
@@ -124,14 +128,15 @@ def make_plan(
     _check(count > 0, "no prompts were given")
     for i, length in enumerate(prompt_lengths):
         _check(length > 0, f"prompt {i} is empty")
-    capacity = config.capacity or min(target.max_position, bucket(max(prompt_lengths)) + bucket(config.max_new_tokens))
+    prompt_rows = bucket(max(*prompt_lengths, config.prompt_bucket))
+    capacity = config.capacity or min(target.max_position, prompt_rows + bucket(config.max_new_tokens))
     for i, length in enumerate(prompt_lengths):
         _check(length < capacity, f"prompt {i} has {length} tokens, which leaves no room in a capacity of {capacity}")
     seeds = (config.seed,) * count if isinstance(config.seed, int) else tuple(config.seed)
     _check(len(seeds) == count, f"{len(seeds)} seeds were given for {count} prompts")
 
-    chunk = min(config.prefill_chunk, bucket(max(prompt_lengths)))
-    prompt_rows = -(-bucket(max(prompt_lengths)) // chunk) * chunk
+    chunk = min(config.prefill_chunk, prompt_rows)
+    prompt_rows = -(-prompt_rows // chunk) * chunk
     limits = tuple(min(config.max_new_tokens, capacity - length) for length in prompt_lengths)
     rows = max(capacity + proposer.max_path, prompt_rows)
     stops = target.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids

@@ -1,0 +1,100 @@
+"""`python -m ddtree_jax evaluate`: accepted lengths and speed of methods and widths on prompt files."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ddtree_jax.api import compile_ahead, load_drafter, load_target
+from ddtree_jax.config import METHODS, DecodeConfig
+from ddtree_jax.decode.plan import bucket
+from ddtree_jax.evaluation import runs
+from ddtree_jax.evaluation.plots import plot_all
+from ddtree_jax.evaluation.summary import COLUMNS, cells, markdown, summarise
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--target", required=True, help="checkpoint of the target")
+    add("--drafter", help="checkpoint of its drafter")
+    add("--prompts", required=True, nargs="+", metavar="FILE.jsonl", help='lines {"id": ..., "turns": [...]}')
+    add("--methods", default=",".join(METHODS), help="comma-separated; the first is the baseline of the speed-up")
+    add("--num-nodes", default="16,32,64,128", help="comma-separated widths of the trees, root included")
+    add("--out", required=True, metavar="FOLDER", help="gets records.jsonl, summary.json, summary.md and plots")
+    add("--limit", type=int, help="only the first prompts of each file")
+    add("--turns", type=int, default=1, help="turns of a conversation at most")
+    add("--max-new-tokens", type=int, default=256)
+    add("--temperature", type=float, default=0.0)
+    add("--seed", type=int, default=0)
+    add("--batch-size", type=int, default=1, help="prompts decoded at a time")
+    add("--no-chat", action="store_true", help="give prompts as they are, without the chat template")
+    add("--compile-workers", type=int, default=4, help="programs compiled at a time")
+
+
+def main(args: argparse.Namespace) -> int:
+    methods = args.methods.split(",")
+    todo = runs.variants(methods, _widths(args.num_nodes))
+    target = load_target(args.target)
+    drafter = load_drafter(args.drafter, target) if args.drafter else None
+    sets = runs.read_sets(args.prompts, args.limit)
+    chat = not args.no_chat
+    longest = runs.longest_prompt(target, sets, args.turns, chat, args.max_new_tokens)
+    base = DecodeConfig(
+        max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed, batch_size=args.batch_size,
+        prompt_bucket=bucket(longest),
+    )  # fmt: skip
+    results = runs.Results(args.out, _settings(args, target))
+    console = Console(stderr=True)
+    configs = [variant.config(base) for variant in todo]
+    with console.status(f"compiling {len(configs)} programs"):
+        seconds = compile_ahead(
+            target, drafter, configs, prompt_length=longest, batch=args.batch_size, workers=args.compile_workers
+        )
+    console.print(f"compiled {len(configs)} programs in {seconds:.0f} s")
+
+    total = len(todo) * sum(sum(t < len(r.turns) for t in range(args.turns)) for records in sets.values() for r in records)
+    columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=total)
+        runs.run_all(
+            target, drafter, sets, todo, base, results, turns=args.turns, chat=chat,
+            progress=lambda done: bar.advance(task, done),
+        )  # fmt: skip
+    report(results.records, todo[0].name, Path(args.out))
+    return 0
+
+
+def report(records: list[dict], baseline: str, folder: Path) -> None:
+    """Writes and prints the summary."""
+    rows = summarise(records, baseline)
+    (folder / "summary.json").write_text(json.dumps(rows, indent=1))
+    (folder / "summary.md").write_text(markdown(rows))
+    try:
+        plot_all(rows, folder)
+    except ImportError as error:
+        print(f"note: no plots: {error} (pip install ddtree-jax[demo])", file=sys.stderr)
+    table = Table(title=jax.devices()[0].device_kind)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in ("set", "variant") else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*cells(row), end_section=row is rows[-1])
+    Console(width=max(110, Console().width)).print(table)
+
+
+def _widths(text: str) -> list[int]:
+    try:
+        return [int(n) for n in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--num-nodes must be comma-separated integers; found {text!r}") from None
+
+
+def _settings(args: argparse.Namespace, target) -> dict:
+    """What must agree for two runs to share a folder. Methods, widths, files and limits may grow."""
+    names = ("target", "drafter", "turns", "max_new_tokens", "temperature", "seed", "batch_size", "no_chat")
+    device = jax.devices()[0].device_kind
+    return {name: getattr(args, name) for name in names} | {"device": device, "dtype": target.config.dtype}

@@ -1,0 +1,1 @@
+"""Comparison of methods on prompt files: runs, statistics, plots."""

@@ -1,0 +1,191 @@
+"""Runs every (prompt file, method, width) and keeps one JSON line a prompt and turn, so that a killed run goes on.
+
+A run is identified by its settings (`settings.json` beside the lines); a folder with other settings is refused.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddtree_jax.api import Drafter, Target, generate
+from ddtree_jax.config import DecodeConfig
+from ddtree_jax.prompts import PromptRecord, encode_prompt, read_prompt_file
+
+PROMPTS_PER_WRITE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A method at a width. `name` is "autoregressive", "dflash" or "ddtree-64"."""
+
+    method: str
+    num_nodes: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.method if self.num_nodes is None else f"{self.method}-{self.num_nodes}"
+
+    def config(self, base: DecodeConfig) -> DecodeConfig:
+        return dataclasses.replace(base, method=self.method, num_nodes=self.num_nodes or base.num_nodes)
+
+
+def variants(methods: Sequence[str], widths: Sequence[int]) -> list[Variant]:
+    """Each method once, tree methods once a width."""
+    return [v for m in methods for v in ([Variant(m, n) for n in widths] if m == "ddtree" else [Variant(m)])]
+
+
+class Results:
+    """Lines of a folder: appended as they come, read back whole.
+
+    Raises ValueError if the folder holds results of other settings, naming the first difference.
+    """
+
+    def __init__(self, folder: str | Path, settings: dict[str, Any]):
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / "settings.json"
+        settings = json.loads(json.dumps(settings))
+        if file.exists():
+            found = json.loads(file.read_text())
+            for key in sorted(set(found) | set(settings)):
+                if found.get(key) != settings.get(key):
+                    raise ValueError(
+                        f"{file}: {key}: expected {settings.get(key)!r}, found {found.get(key)!r}; use another folder"
+                    )
+        else:
+            file.write_text(json.dumps(settings, indent=2))
+        self._file = self.folder / "records.jsonl"
+        self.records = self._read()
+
+    def _read(self) -> list[dict]:
+        if not self._file.exists():
+            return []
+        text = self._file.read_text(encoding="utf-8")
+        whole = text[: text.rfind("\n") + 1]  # a killed run may leave half a line
+        if len(whole) != len(text):
+            self._file.write_text(whole, encoding="utf-8")
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def has(self, key: tuple) -> bool:
+        return key in {record_key(r) for r in self.records}
+
+    def append(self, records: Sequence[dict]) -> None:
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records))
+            file.flush()
+            os.fsync(file.fileno())
+        self.records += records
+
+
+def record_key(record: dict) -> tuple:
+    return record["set"], record["variant"], record["turn"], record["id"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One turn of one prompt: the conversation so far, ending with the user's turn."""
+
+    set: str
+    id: str
+    turn: int
+    prompt: Any
+
+
+def read_sets(files: Sequence[str | Path], limit: int | None) -> dict[str, list[PromptRecord]]:
+    """Prompt files by the name of their stem. Raises ValueError if two share one."""
+    sets: dict[str, list[PromptRecord]] = {}
+    for file in files:
+        name = Path(file).stem
+        if name in sets:
+            raise ValueError(f"{file}: a prompt file named {name} was given already")
+        sets[name] = read_prompt_file(file)[:limit]
+    return sets
+
+
+def questions(
+    name: str, records: Sequence[PromptRecord], turn: int, answers: dict[tuple[str, int], str], chat: bool
+) -> list[Question]:
+    """Turn number `turn` (from 0) of every prompt that has one; earlier turns carry the `answers` given to them."""
+    out = []
+    for record in records:
+        if turn >= len(record.turns):
+            continue
+        if not chat:
+            out.append(Question(name, record.id, turn, record.turns[turn]))
+            continue
+        messages = []
+        for t in range(turn):
+            messages.append({"role": "user", "content": record.turns[t]})
+            messages.append({"role": "assistant", "content": answers[record.id, t]})
+        out.append(Question(name, record.id, turn, [*messages, {"role": "user", "content": record.turns[turn]}]))
+    return out
+
+
+def longest_prompt(target: Target, sets: dict[str, list[PromptRecord]], turns: int, chat: bool, max_new_tokens: int) -> int:
+    """Tokens of the longest prompt to come, answers to earlier turns counted at their longest."""
+    longest = 0
+    for name, records in sets.items():
+        for turn in range(turns):
+            answers = {(r.id, t): "" for r in records for t in range(len(r.turns))}
+            for q in questions(name, records, turn, answers, chat):
+                longest = max(longest, len(encode_prompt(target.tokenizer, q.prompt)) + turn * max_new_tokens)
+    return longest
+
+
+def run_all(
+    target: Target,
+    drafter: Drafter | None,
+    sets: dict[str, list[PromptRecord]],
+    todo: Sequence[Variant],
+    base: DecodeConfig,
+    results: Results,
+    *,
+    turns: int,
+    chat: bool,
+    progress: Callable[[int], None] = lambda done: None,
+) -> None:
+    """Runs what `results` does not hold yet. The first variant's answers are the history of later turns."""
+    for name, records in sets.items():
+        for turn in range(turns):
+            for variant in todo:
+                answers = {
+                    (r["id"], r["turn"]): r["text"]
+                    for r in results.records
+                    if r["set"] == name and r["variant"] == todo[0].name
+                }
+                asked = questions(name, records, turn, answers, chat)
+                missing = [q for q in asked if not results.has((name, variant.name, turn, q.id))]
+                progress(len(asked) - len(missing))
+                for group in _groups(missing, PROMPTS_PER_WRITE):
+                    results.append(_run_group(target, drafter, variant, base, group))
+                    progress(len(group))
+
+
+def _run_group(target, drafter, variant: Variant, base: DecodeConfig, group: Sequence[Question]) -> list[dict]:
+    out = generate(target, drafter, [q.prompt for q in group], variant.config(base))
+    return [
+        {
+            "set": q.set,
+            "id": q.id,
+            "turn": q.turn,
+            "variant": variant.name,
+            "method": variant.method,
+            "num_nodes": variant.num_nodes,
+            "prompt_tokens": out.prompt_lengths[i],
+            "tokens": out.tokens[i],
+            "text": out.text[i] if out.text is not None else "",
+            "finish_reason": out.finish_reasons[i],
+            "accepted_lengths": out.accepted_lengths[i],
+            # Of its group: prompts are decoded batch_size at a time.
+            "seconds": out.seconds * len(out.tokens[i]) / sum(map(len, out.tokens)),
+        }
+        for i, q in enumerate(group)
+    ]
+
+
+def _groups(items: Sequence, size: int) -> Iterator[Sequence]:
+    for i in range(0, len(items), size):
+        yield items[i : i + size]
