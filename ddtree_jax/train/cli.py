@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import errno
 import json
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -40,10 +41,10 @@ def main(args: argparse.Namespace) -> int:
         full = " (everything written before is intact; free space and run again with --resume)"
         reason = (error.strerror or str(error)) + (full if error.errno == errno.ENOSPC else "")
         print(f"error: {where}{reason}", file=sys.stderr)
-        return 1
+        return 2
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2
     except KeyboardInterrupt:
         print("error: interrupted; run again with --resume to go on", file=sys.stderr)
         return 130
@@ -87,6 +88,7 @@ def export(trained: Trained, config: TrainConfig, out: Path) -> None:
     except ImportError as error:
         print(f"note: {out / 'z-lab'} was not written: {error}", file=sys.stderr)
         return
+    shutil.rmtree(out / "z-lab", ignore_errors=True)  # of an earlier end of this run
     export_drafter(trained.config, trained.params, out / "z-lab")
 
 

@@ -41,7 +41,9 @@ class TrainConfig:
       answer_slots: answers decoded at a time. answer_refill: prompts prefilled at a time into slots that came free.
       answer_minutes: time limit of answering, all temperatures together; what is done by then is trained on. 0: none.
       answers_per_shard: answers a file; a killed run loses at most one file of work.
-      prompt_overflow: what to do with a prompt that leaves no room for an answer, "error" or "skip".
+      max_prompt_tokens: longest prompt; 0 takes what leaves room for an answer in a row of `sequence_length`. Caches are
+        made for the longest prompt, so one long prompt slows all of them down.
+      prompt_overflow: what to do with a longer prompt, "error" or "skip".
       thinking: passed to the chat template as `enable_thinking`.
 
       sequence_length: S, tokens a row; several short documents share a row, longer ones are cut.
@@ -89,6 +91,7 @@ class TrainConfig:
     answer_refill: int = 64
     answer_minutes: float = 0.0
     answers_per_shard: int = 2048
+    max_prompt_tokens: int = 0
     prompt_overflow: str = "error"
     thinking: bool = False
 
@@ -129,7 +132,7 @@ class TrainConfig:
                      "eval_answers"):  # fmt: skip
             self._at_least(name, 1)
         for name in ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "mask_token_id", "steps",
-                     "eval_every", "checkpoint_every", "seed"):  # fmt: skip
+                     "eval_every", "checkpoint_every", "seed", "max_prompt_tokens"):  # fmt: skip
             self._at_least(name, 0)
         self._at_least("block_size", 2)
         self._at_least("sequence_length", 2)

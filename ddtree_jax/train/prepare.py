@@ -22,6 +22,7 @@ def encode_files(target: Target, files: Sequence[str | Path], config: TrainConfi
     after which a row of `sequence_length` tokens, or the target's context, has no room for an answer of two tokens.
     """
     most = min(config.sequence_length, target.config.max_position) - 2
+    most = min(config.max_prompt_tokens or most, most)
     encoded, skipped = [], 0
     for file in files:
         for record in read_prompt_file(file):
@@ -39,9 +40,9 @@ def encode_files(target: Target, files: Sequence[str | Path], config: TrainConfi
                 skipped += 1
             else:
                 raise ValueError(
-                    f"{file}: prompt {record.id!r} has {len(tokens)} tokens, at most {most} leave room for an answer "
-                    f"(sequence_length {config.sequence_length}, context {target.config.max_position}); "
-                    "raise sequence_length or set prompt_overflow = \"skip\""
+                    f"{file}: prompt {record.id!r} has {len(tokens)} tokens, expected at most {most} "
+                    f"(sequence_length {config.sequence_length}, max_prompt_tokens {config.max_prompt_tokens}, context "
+                    f'{target.config.max_position}); raise them or set prompt_overflow = "skip"'
                 )
     if not encoded:
         raise ValueError(f"{', '.join(map(str, files))}: no prompt is short enough ({skipped} skipped)")

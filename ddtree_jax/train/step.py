@@ -120,7 +120,7 @@ def _like(own: Any, other: Any) -> Any:
     """`own` with the arrays of `other` wherever name and shape agree."""
     if isinstance(own, dict):
         return {k: _like(v, other[k]) if k in other else v for k, v in own.items()}
-    return other.astype(jnp.float32) if own.shape == other.shape else own
+    return _float32(other) if own.shape == other.shape else own
 
 
 def _float32(tree: Any) -> Any:

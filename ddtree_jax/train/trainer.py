@@ -18,7 +18,7 @@ from ddtree_jax.train.answers import fingerprint
 from ddtree_jax.train.checkpoints import Checkpoints, TrainingError
 from ddtree_jax.train.config import TrainConfig
 from ddtree_jax.train.data import Rows, batch_index, steps_per_epoch
-from ddtree_jax.train.evaluate import Evaluation, evaluate
+from ddtree_jax.train.evaluate import Evaluation, evaluate, score_rows
 from ddtree_jax.train.flops import PEAK_FLOPS, step_flops
 from ddtree_jax.train.loss import Report, report
 from ddtree_jax.train.progress import ProgressLine
@@ -93,6 +93,11 @@ class _Run:
         config, first = self.config, self.first
         last_report = None
         marked_step, marked_time = self.step, time.monotonic()
+        if self.eval_rows and config.eval_every:
+            # Compiles now, so that the first evaluation takes as long as the others: the schedule counts on it.
+            rows = next(iter(self.eval_rows.values()))
+            batch = to_device(rows.take(np.arange(config.batch_size)))
+            jax.block_until_ready(score_rows(self.models, self.state.params, self.target.params, batch))
         with ProgressLine("training", self.total, quiet=self.quiet) as progress:
             while self.step < self.total:
                 index = batch_index(len(self.rows), config.batch_size, config.seed, self.step)
