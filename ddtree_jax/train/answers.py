@@ -149,7 +149,7 @@ class AnswerStore:
 
 def _read(path: Path) -> dict[str, np.ndarray]:
     try:
-        with np.load(path) as data:
+        with open(path, "rb") as file, np.load(file) as data:
             return {key: data[key] for key in ("request", "prompt_length", "length", "tokens")}
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path}: damaged: {error}") from None
