@@ -10,6 +10,8 @@ from ddtree_jax.tree import ancestor_bits, build_tree, num_words, unpack_ancesto
 from ddtree_jax.tree.draft_tree import pack_bits, unpack_bits
 
 jit_ancestor_bits = jax.jit(ancestor_bits, static_argnums=2)
+jit_pack = jax.jit(pack_bits)
+jit_unpack = jax.jit(unpack_bits, static_argnums=1)
 
 WIDTHS = (1, 2, 31, 32, 33, 64, 256)
 
@@ -27,7 +29,7 @@ def test_ancestor_bits_match_a_walk_to_the_root(num_nodes):
     size = np.array([num_nodes, max(1, num_nodes // 2), num_nodes], np.int32)
     bits = jit_ancestor_bits(jnp.asarray(parent), jnp.asarray(size), num_nodes - 1)
     assert bits.shape == (3, num_nodes, num_words(num_nodes)) and bits.dtype == jnp.uint32
-    visible = np.asarray(unpack_bits(bits, num_nodes))
+    visible = np.asarray(jit_unpack(bits, num_nodes))
     for slot in range(3):
         np.testing.assert_array_equal(visible[slot], naive_visible(parent[slot], size[slot]))
 
@@ -36,21 +38,21 @@ def test_ancestor_bits_match_a_walk_to_the_root(num_nodes):
 def test_max_depth_is_a_sharp_promise(max_depth):
     chain = jnp.maximum(jnp.arange(max_depth + 1, dtype=jnp.int32) - 1, 0)[None]
     bits = jit_ancestor_bits(chain, jnp.array([max_depth + 1], jnp.int32), max_depth)
-    np.testing.assert_array_equal(np.asarray(unpack_bits(bits, max_depth + 1))[0], np.tri(max_depth + 1, dtype=bool))
+    np.testing.assert_array_equal(np.asarray(jit_unpack(bits, max_depth + 1))[0], np.tri(max_depth + 1, dtype=bool))
 
 
 @pytest.mark.parametrize("num_nodes", WIDTHS)
 def test_packing_puts_node_j_in_bit_j_of_word_j_over_32(num_nodes):
     flags = np.random.default_rng(0).random((2, 3, num_nodes)) < 0.5
-    words = np.asarray(pack_bits(jnp.asarray(flags)))
+    words = np.asarray(jit_pack(jnp.asarray(flags)))
     for j in range(num_nodes):
         np.testing.assert_array_equal((words[..., j // 32] >> (j % 32)) & 1, flags[..., j])
-    np.testing.assert_array_equal(np.asarray(unpack_bits(jnp.asarray(words), num_nodes)), flags)
+    np.testing.assert_array_equal(np.asarray(jit_unpack(jnp.asarray(words), num_nodes)), flags)
 
 
 def test_padding_sees_only_itself():
     parent = jnp.zeros((1, 40), jnp.int32)
-    visible = np.asarray(unpack_bits(ancestor_bits(parent, jnp.array([3], jnp.int32), 4), 40))[0]
+    visible = np.asarray(jit_unpack(ancestor_bits(parent, jnp.array([3], jnp.int32), 4), 40))[0]
     np.testing.assert_array_equal(visible[3:], np.eye(40, dtype=bool)[3:])
 
 
