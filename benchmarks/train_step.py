@@ -8,7 +8,6 @@ JSON lines.
 """
 
 import argparse
-import dataclasses
 import json
 import time
 
@@ -49,7 +48,8 @@ def random_params(config: TargetConfig):
     leaves, structure = jax.tree.flatten(abstract_params(config))
     make = jax.jit(lambda key, shape, dtype: 0.02 * jax.random.normal(key, shape, dtype), static_argnums=(1, 2))
     keys = jax.random.split(jax.random.key(0), len(leaves))
-    values = [jnp.ones(x.shape, x.dtype) if len(x.shape) == 1 else make(k, x.shape, x.dtype) for k, x in zip(keys, leaves)]
+    ones = lambda x: jnp.ones(x.shape, x.dtype)  # noqa: E731
+    values = [ones(x) if len(x.shape) == 1 else make(k, x.shape, x.dtype) for k, x in zip(keys, leaves)]
     return jax.tree.unflatten(structure, values)
 
 
@@ -83,7 +83,8 @@ def main() -> None:
     config = TrainConfig(
         mask_token_id=target.vocab_size - 1, num_layers=args.layers, block_size=args.block_size, loss=args.loss,
         sequence_length=args.sequence_length, batch_size=args.batch_size, anchors=args.anchors,
-        head_rows=args.head_rows, attention_mib=args.attention_mib, remat=args.remat, num_taps=min(5, target.num_layers - 3),
+        head_rows=args.head_rows, attention_mib=args.attention_mib, remat=args.remat,
+        num_taps=min(5, target.num_layers - 3),
     )  # fmt: skip
     models, params = Models.of(config, target), random_params(target)
     tokens = np.random.default_rng(0).integers(0, target.vocab_size - 1, args.sequence_length, dtype=np.int32)
@@ -116,12 +117,17 @@ def main() -> None:
     if args.json:
         print(json.dumps(row))
         return
-    print(f"{args.shape}: {dataclasses.asdict(models.drafter)['num_layers']} layers, {row['drafter_parameters'] / 1e6:.1f} M "
-          f"parameters, {args.batch_size} x {args.sequence_length} tokens, {args.anchors} blocks of {args.block_size} a row")
-    print(f"step {row['milliseconds']:.1f} ms (target {row['target_milliseconds']:.1f} ms), {row['tokens_per_second']:.0f} "
-          f"tokens/s, {row['blocks_per_second']:.0f} blocks/s, {row['tflops_per_step']:.2f} TFLOP a step, "
-          f"{100 * row['share_of_peak']:.1f} % of {PEAK_FLOPS / 1e12:.0f} TFLOP/s, {row['peak_gib']:.1f} GiB, compiled in "
-          f"{compile_seconds:.0f} s; evaluation of every position {row['evaluation_milliseconds']:.0f} ms a batch")
+    print(
+        f"{args.shape}: drafter of {args.layers} layers, {row['drafter_parameters'] / 1e6:.1f} M parameters, "
+        f"{args.batch_size} x {args.sequence_length} tokens, {args.anchors} blocks of {args.block_size} a row"
+    )
+    print(
+        f"step {row['milliseconds']:.1f} ms (target {row['target_milliseconds']:.1f} ms): "
+        f"{row['tokens_per_second']:.0f} tokens/s, {row['blocks_per_second']:.0f} blocks/s, "
+        f"{row['tflops_per_step']:.2f} TFLOP, {100 * row['share_of_peak']:.1f} % of {PEAK_FLOPS / 1e12:.0f} TFLOP/s; "
+        f"{row['peak_gib']:.1f} GiB, compiled in {compile_seconds:.0f} s"
+    )
+    print(f"evaluation of every position: {row['evaluation_milliseconds']:.0f} ms a batch")
 
 
 if __name__ == "__main__":

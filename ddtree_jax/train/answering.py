@@ -1,4 +1,4 @@
-"""Answers many prompts with the decode loop: slots that come free are refilled, so that a batch never waits for its longest.
+"""Answers many prompts with the decode loop: a free slot gets the next prompt, no batch waits for its longest text.
 
 A text depends on (seed, absolute position) alone, not on the slot or the company: refilling changes no answer.
 
@@ -49,7 +49,7 @@ def answer(
       config, params: of the target.
       temperature, max_new_tokens: see `DecodeConfig`. An answer includes its stop token.
       slots, refill: B and R.
-      longest: longest prompt to make room for, where more prompts follow in later calls: shapes, and so programs, are shared.
+      longest: longest prompt to make room for, if later calls bring more prompts: equal shapes share programs.
       deadline: `time.monotonic()` at which to give up; what is unfinished then is dropped.
 
     Raises:
@@ -106,7 +106,8 @@ class _Batch:
             prompt[i, : len(q.prompt)] = q.prompt
         lengths = np.array([len(q.prompt) for q in questions] + [0] * (self.refill - len(questions)), np.int32)
         request = self._request(questions, self.refill)
-        state = device.start(self.loop, self.params, request, *jax.device_put((prompt, lengths)), self._empty(self.refill))
+        prompt, lengths = jax.device_put((prompt, lengths))
+        state = device.start(self.loop, self.params, request, prompt, lengths, self._empty(self.refill))
         vacant = [i for i, q in enumerate(self.owner) if q is None][: len(questions)]
         where = np.array(vacant + [self.slots] * (self.refill - len(vacant)), np.int32)  # B is past the end: dropped
         self.state, self.request = _insert(self.state, self.request, state, request, jnp.asarray(where))
@@ -153,8 +154,8 @@ def _empty_state(loop, slots, cache_rows, output_rows) -> DecodeState:
 def _insert(state: DecodeState, request: Request, new: DecodeState, new_request: Request, where: jax.Array):
     """Moves the slots of `new` to the slots `where` [R] of `state`; an entry past the end is dropped."""
     put = lambda old, fresh: old.at[where].set(fresh, mode="drop")  # noqa: E731
-    state = jax.tree.map(put, state, new)
-    return state, request.replace(limit=put(request.limit, new_request.limit), seeds=put(request.seeds, new_request.seeds))
+    limit, seeds = put(request.limit, new_request.limit), put(request.seeds, new_request.seeds)
+    return jax.tree.map(put, state, new), request.replace(limit=limit, seeds=seeds)
 
 
 def request_seed(seed: int, request: int) -> int:

@@ -4,8 +4,8 @@
 FOLDER/manifest.json      format, fingerprint of the target, settings, digest and number of the prompts
 FOLDER/shard-00000.npz    request [n], prompt_length [n], length [n], tokens (all of them one after another)
 ```
-A request is a number: prompt index * samples + sample. A shard is written beside its place and renamed, so whatever has a
-final name is complete and a killed run goes on after the last shard.
+A request is a number: prompt index * samples + sample. A shard is written beside its place and renamed, so whatever has
+a final name is complete and a killed run goes on after the last shard.
 """
 
 import dataclasses
@@ -141,9 +141,9 @@ class AnswerStore:
             ends = np.cumsum(shard["length"], dtype=np.int64)
             if len(shard["tokens"]) != (ends[-1] if len(ends) else 0):
                 raise ValueError(f"{path}: damaged: expected {ends[-1]} tokens, found {len(shard['tokens'])}")
-            for request, prompt_length, length, end in zip(shard["request"], shard["prompt_length"], shard["length"], ends):
-                tokens = shard["tokens"][end - int(length) : end].astype(np.int32)
-                found[int(request)] = Document(tokens, int(prompt_length))
+            for i, end in enumerate(ends):
+                tokens = shard["tokens"][end - int(shard["length"][i]) : end].astype(np.int32)
+                found[int(shard["request"][i])] = Document(tokens, int(shard["prompt_length"][i]))
         return [found[request] for request in sorted(found)]
 
 

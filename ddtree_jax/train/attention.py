@@ -1,9 +1,9 @@
 """Attention of training: every query sees an interval of the context, and a draft block also itself.
 
-A block at anchor a reads context rows [first, a), where `first` is the start of its document or of its window. So the mask
-is two integers a query, and keys of the context are shared by all blocks of a row: one matrix product, no gather. The
-block's own keys are a batched [B, B] product; both parts share one softmax. Anchors go in chunks, so that the float32
-scores of a chunk, and nothing else, are in memory; the backward pass computes them again from the log-sum-exp
+A block at anchor a reads context rows [first, a), where `first` is the start of its document or of its window. So the
+mask is two integers a query, and keys of the context are shared by all blocks of a row: one matrix product, no gather.
+The block's own keys are a batched [B, B] product; both parts share one softmax. Anchors go in chunks, so that the
+float32 scores of a chunk, and nothing else, are in memory; the backward pass computes them again from the log-sum-exp
 (as FlashAttention does, arXiv 2205.14135, section 3.1).
 
 Shape letters: b rows of the batch, n blocks a row, B slots a block, S tokens a row, H query heads, K key/value heads,

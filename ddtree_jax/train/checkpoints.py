@@ -76,8 +76,8 @@ class Checkpoints:
             full = getattr(error, "errno", None) == errno.ENOSPC or "space" in str(error).lower()
             reason = "the disk is full" if full else f"cannot be written: {getattr(error, 'strerror', None) or error}"
             last = self.steps()
-            rest = f"the last good checkpoint is {self.folder / f'step-{last[-1]:08d}'}" if last else "there is none yet"
-            raise TrainingError(f"{final}: {reason}; {rest}") from error
+            rest = f"is {self.folder / f'step-{last[-1]:08d}'}" if last else "does not exist yet"
+            raise TrainingError(f"{final}: {reason}; the last good checkpoint {rest}") from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         for old in self.steps()[: -self.keep]:

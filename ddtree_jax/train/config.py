@@ -1,6 +1,7 @@
 """Settings of a training run, from a TOML or JSON file, and the drafter that they describe."""
 
 import dataclasses
+import itertools
 import json
 import tomllib
 from pathlib import Path
@@ -12,8 +13,10 @@ LOSSES = ("decay", "dpace", "decay+dpace")
 INITS = ("random", "norm", "layers")
 OVERFLOWS = ("error", "skip")
 # Settings that say when things happen, not what is computed: they may differ between a run and its continuation.
-FREE = ("log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "max_minutes", "answer_minutes", "eval_answers",
-        "answer_slots", "answer_refill", "answers_per_shard", "steps", "epochs")  # fmt: skip
+FREE = (
+    "log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "max_minutes", "answer_minutes", "eval_answers",
+    "answer_slots", "answer_refill", "answers_per_shard", "steps", "epochs",
+)  # fmt: skip
 # Block size -> gamma as published (arXiv 2602.06036, section 4).
 _GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 
@@ -41,8 +44,8 @@ class TrainConfig:
       answer_slots: answers decoded at a time. answer_refill: prompts prefilled at a time into slots that came free.
       answer_minutes: time limit of answering, all temperatures together; what is done by then is trained on. 0: none.
       answers_per_shard: answers a file; a killed run loses at most one file of work.
-      max_prompt_tokens: longest prompt; 0 takes what leaves room for an answer in a row of `sequence_length`. Caches are
-        made for the longest prompt, so one long prompt slows all of them down.
+      max_prompt_tokens: longest prompt; 0 takes what leaves room for an answer in a row of `sequence_length`. Caches
+        are made for the longest prompt, so one long prompt slows all of them down.
       prompt_overflow: what to do with a longer prompt, "error" or "skip".
       thinking: passed to the chat template as `enable_thinking`.
 
@@ -55,8 +58,8 @@ class TrainConfig:
       gamma: None takes the published value for the block size (7 for 16, 5 for 10, 4 for 8).
       dpace_alpha: floor of the smoothed confidence.
 
-      learning_rate, warmup_ratio, min_lr_ratio, beta1, beta2, weight_decay, clip: AdamW with linear warm-up over a share
-        of the steps, then cosine to `min_lr_ratio * learning_rate`; global gradient norm clipped to `clip`.
+      learning_rate, warmup_ratio, min_lr_ratio, beta1, beta2, weight_decay, clip: AdamW with linear warm-up over a
+        share of the steps, then cosine to `min_lr_ratio * learning_rate`; global gradient norm clipped to `clip`.
       steps: optimiser steps; 0 takes `epochs` passes over the answers.
       max_minutes: time limit of training. The schedule is fitted to the speed measured, so that the learning rate
         has decayed when time is up. 0: none.
@@ -157,7 +160,7 @@ class TrainConfig:
             raise ValueError(f"temperatures must differ; found {list(self.temperatures)}")
         if len(self.sliding_windows) not in (0, self.num_layers) or any(w < 0 for w in self.sliding_windows):
             found = list(self.sliding_windows)
-            raise ValueError(f"sliding_windows must have {self.num_layers} entries of 0 or more, or none; found {found}")
+            raise ValueError(f"sliding_windows must be {self.num_layers} entries of 0 or more, or none; found {found}")
 
     def _at_least(self, name: str, low: int) -> None:
         value = getattr(self, name)
@@ -236,9 +239,13 @@ def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
     if num_taps == 1:
         return (num_layers // 2,)
     taps = tuple(round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps))
-    if len(set(taps)) != num_taps or taps[0] < 0 or any(a >= b for a, b in zip(taps, taps[1:])):
+    if len(set(taps)) != num_taps or taps[0] < 0 or not _ascending(taps):
         raise ValueError(f"num_taps: {num_taps} taps do not fit a target of {num_layers} layers; set taps yourself")
     return taps
+
+
+def _ascending(taps: tuple[int, ...]) -> bool:
+    return all(a < b for a, b in itertools.pairwise(taps))
 
 
 def drafter_config(config: TrainConfig, target: TargetConfig, dtype: str | None = None) -> DrafterConfig:
@@ -251,7 +258,7 @@ def drafter_config(config: TrainConfig, target: TargetConfig, dtype: str | None 
     if config.mask_token_id in target.stop_token_ids:
         raise ValueError(f"mask_token_id {config.mask_token_id} is a stop token of the target")
     taps = config.taps or default_taps(target.num_layers, config.num_taps)
-    if any(a >= b for a, b in zip(taps, taps[1:])) or taps[0] < 0 or taps[-1] >= target.num_layers:
+    if not _ascending(taps) or taps[0] < 0 or taps[-1] >= target.num_layers:
         raise ValueError(f"taps must be ascending block ids in 0..{target.num_layers - 1}; found {list(taps)}")
     heads = config.num_heads or target.num_heads
     kv_heads = config.num_kv_heads or target.num_kv_heads

@@ -91,10 +91,10 @@ def evaluate(models: Models, params: Any, target_params: Any, rows: Rows) -> Eva
 
 
 def walk(rows: Rows, prefix: np.ndarray) -> list[list[int]]:
-    """Accepted lengths of the rounds that decode each document of `rows`, given the correct prefix [b, S] at each position.
+    """Accepted lengths of the rounds that decode each document, given the correct prefix [b, S] at each position.
 
-    The first answer token is the first anchor: in decoding it comes from the prefill. A round commits the correct prefix
-    and the target's next token, and nothing past the end of the text.
+    The first answer token is the first anchor: in decoding it comes from the prefill. A round commits the correct
+    prefix and the target's next token, and nothing past the end of the text.
     """
     out = []
     for r in range(len(rows)):

@@ -19,8 +19,9 @@ from ddtree_jax.train.attention import AttentionSpec, block_attention
 
 
 def target_features(
-    config: TargetConfig, params: Any, tokens: jax.Array, starts: jax.Array, taps: tuple[int, ...], chunk_bytes: int = 2**31
-) -> jax.Array:
+    config: TargetConfig, params: Any, tokens: jax.Array, starts: jax.Array, taps: tuple[int, ...],
+    chunk_bytes: int = 2**31,
+) -> jax.Array:  # fmt: skip
     """The residual stream after the tapped blocks, for rows of documents.
 
     Args:
@@ -37,7 +38,7 @@ def target_features(
     index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None, :], tokens.shape)
     rope = rope_tables(c.rope, index - starts, c.head_dim)
     x = jnp.take(params["embed"]["weight"], tokens, axis=0, mode="clip")
-    # Queries in groups, as if each were a block of one row after another: the chunking of the attention then bounds scores.
+    # Queries in groups, as if each were a block: the chunking of the attention then bounds the scores.
     slots = next(s for s in (16, 8, 4, 2, 1) if length % s == 0)
     tapped = []
     for i in range(max(taps) + 1):
@@ -67,8 +68,8 @@ def draft_blocks(
 ) -> jax.Array:  # fmt: skip
     """The drafter on n blocks a row; what `DFlash.__call__` computes with a cache of the rows before each anchor.
 
-    A block sees features strictly before its anchor and in its own document: the feature at the anchor does not exist yet
-    in decoding, and those after it would give the labels away.
+    A block sees features strictly before its anchor and in its own document: the feature at the anchor does not exist
+    yet in decoding, and those after it would give the labels away.
 
     Args:
       params: of the drafter, in `config.dtype`.

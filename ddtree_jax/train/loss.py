@@ -1,6 +1,7 @@
 """Loss of the drafter: cross entropy per slot, weights of the slots, and what to report of a batch.
 
-Shape letters: b rows, S tokens a row, n blocks a row, B slots, L = B - 1 labels a block, R predictions, E hidden, V vocabulary.
+Shape letters: b rows, S tokens a row, n blocks a row, B slots, L = B - 1 labels a block, R predictions, E hidden size,
+V vocabulary.
 """
 
 import dataclasses
@@ -22,7 +23,9 @@ class HeadSpec:
     rows: int = 4096
 
 
-def block_labels(tokens: jax.Array, ends: jax.Array, labels: jax.Array, anchors: jax.Array, live: jax.Array, block_size: int):
+def block_labels(
+    tokens: jax.Array, ends: jax.Array, labels: jax.Array, anchors: jax.Array, live: jax.Array, block_size: int
+) -> tuple[jax.Array, jax.Array]:
     """What the slots 1..L of each block should predict.
 
     Slot k stands at anchor + k and predicts the token of its own position: no shift.
@@ -43,12 +46,14 @@ def block_labels(tokens: jax.Array, ends: jax.Array, labels: jax.Array, anchors:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def cross_entropy(spec: HeadSpec, hidden: jax.Array, weight: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+def cross_entropy(
+    spec: HeadSpec, hidden: jax.Array, weight: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Cross entropy of each prediction under the frozen head.
 
-    Logits exist for `spec.rows` predictions at a time. The head has no gradient, so the gradient of a prediction's own loss
-    to its hidden state is computed in the same pass as the loss, and the backward pass only weighs it: two matrix products
-    with the head instead of the three that recomputing would take.
+    Logits exist for `spec.rows` predictions at a time. The head has no gradient, so the gradient of a prediction's own
+    loss to its hidden state is computed in the same pass as the loss, and the backward pass only weighs it: two matrix
+    products with the head instead of the three that recomputing would take.
 
     Args:
       hidden: [R, E]; weight: [V, E], the target's head; labels: [R] int32.
@@ -116,9 +121,9 @@ def slot_weights(loss: str, gamma: float, alpha: float, cross_entropies: jax.Arr
     """Weights of the slots, without a gradient.
 
     "decay": w_k = exp(-(k - 1) / gamma), k = 1..L (arXiv 2602.06036, section 4): an early error costs all that follows.
-    "dpace": w_k = sum over m >= k of C_m with C_m the product over i <= m of (1 - alpha) q_i + alpha, q the probability of the
-    label: the derivative of the expected accepted length (arXiv 2605.18810). Slots without a label are left out of
-    product and sum. "decay+dpace" is the product of both.
+    "dpace": w_k = sum over m >= k of C_m with C_m the product over i <= m of (1 - alpha) q_i + alpha, q the probability
+    of the label: the derivative of the expected accepted length (arXiv 2605.18810). Slots without a label are left out
+    of product and sum. "decay+dpace" is the product of both.
 
     Args:
       cross_entropies: [..., L] float32; valid: [..., L] bool.
@@ -144,13 +149,14 @@ def prefix_length(correct: jax.Array, valid: jax.Array) -> jax.Array:
 
 
 def block_loss(loss: str, gamma: float, alpha: float, cross_entropies: jax.Array, correct: jax.Array, valid: jax.Array):
-    """The loss of a batch, normalised by the sum of its weights (0 for a batch without a label), and its sums to report.
+    """The loss of a batch, normalised by the sum of its weights (0 without any label), and sums to report.
 
     Args:
       cross_entropies: [b, n, L] float32; correct, valid: [b, n, L] bool.
 
     Returns:
-      (loss [] float32, dict of float32 sums: "loss", "blocks", "accepted" (1 + correct prefix), "correct" [L], "labels" [L]).
+      (loss [] float32, dict of float32 sums: "loss", "blocks", "accepted" (1 + correct prefix), "correct" [L] and
+      "labels" [L]).
     """
     weights = slot_weights(loss, gamma, alpha, cross_entropies, valid)
     value = jnp.sum(weights * cross_entropies) / (jnp.sum(weights) + jnp.float32(1e-6))

@@ -18,8 +18,8 @@ from ddtree_jax.train.progress import ProgressLine
 def encode_files(target: Target, files: Sequence[str | Path], config: TrainConfig) -> list[list[int]]:
     """Token ids of the first turn of every prompt, in the target's chat template where it has one.
 
-    Raises ValueError naming file and prompt: an empty or unreadable file, or (unless `prompt_overflow` is "skip") a prompt
-    after which a row of `sequence_length` tokens, or the target's context, has no room for an answer of two tokens.
+    Raises ValueError naming file and prompt: an empty or unreadable file, or (unless `prompt_overflow` is "skip") a
+    prompt after which a row of `sequence_length` tokens, or the target's context, has no room for two tokens more.
     """
     most = min(config.sequence_length, target.config.max_position) - 2
     most = min(config.max_prompt_tokens or most, most)
@@ -53,7 +53,7 @@ def answer_prompts(
     target: Target, prompts: Sequence[Sequence[int]], folder: str | Path, config: TrainConfig, *, temperature: float,
     longest: int = 0, minutes: float = 0.0, title: str = "answers", quiet: bool = False,
 ) -> list[Document]:  # fmt: skip
-    """The target's answers to encoded prompts at one temperature, read from `folder` where they exist and made where not.
+    """The target's answers to encoded prompts at one temperature; those that `folder` lacks are made.
 
     Args:
       folder: see `train.answers`.

@@ -101,9 +101,10 @@ def init_state(models: Models, target_params: Any, total_steps: int) -> TrainSta
         params = params | {"norm": _float32(target_params["norm"])}
     if config.init == "layers":
         first = models.target.num_layers - models.drafter.num_layers
-        for i in range(models.drafter.num_layers):
+        for i in range(min(models.drafter.num_layers, models.target.num_layers)):
             name = f"layers_{i}"
-            params[name] = _like(params[name], _target_layer(models.target, target_params[f"layers_{max(first, 0) + i}"]))
+            theirs = target_params[f"layers_{max(first, 0) + i}"]
+            params[name] = _like(params[name], _target_layer(models.target, theirs))
     return TrainState(params, optimizer(config).init(params), jnp.int32(0), jnp.int32(total_steps))
 
 
@@ -162,7 +163,7 @@ def step_key(seed: int, step: jax.Array) -> jax.Array:
 
 
 def features_of(models: Models, target_params: Any, batch: Batch) -> jax.Array:
-    """The target's features of a batch, see `forward.target_features`. A program of its own: training and evaluation share it."""
+    """The target's features of a batch, see `forward.target_features`; one program for training and evaluation."""
     d, limit = models.drafter, models.config.attention_mib * 2**20
     return _features(models.target, d.target_layer_ids, limit, target_params, batch.tokens, batch.starts)
 

@@ -59,7 +59,7 @@ def train(
       rows: training rows, see `data.pack`.
       folder: gets `checkpoints/` and `log.jsonl`.
       eval_rows: held-out rows by name; the first set is evaluated every `eval_every` steps, all at the end.
-      resume: go on from the newest checkpoint, if any. On a CPU the result is bit for bit that of a run without a break.
+      resume: go on from the newest checkpoint, if any. On a CPU the result is that of an unbroken run, bit for bit.
 
     Raises:
       ValueError: settings that do not fit the target.
@@ -76,9 +76,10 @@ class _Run:
         self.eval_rows, self.quiet = eval_rows, quiet
         self.models = Models.of(config, target.config)
         digest = hashlib.sha256(rows.tokens.tobytes() + rows.labels.tobytes()).hexdigest()[:16]
-        self.checkpoints = Checkpoints(folder / "checkpoints", config, fingerprint(target.config, target.params), digest)
+        theirs = fingerprint(target.config, target.params)
+        self.checkpoints = Checkpoints(folder / "checkpoints", config, theirs, digest)
         if self.checkpoints.steps() and not resume:
-            raise TrainingError(f"{folder}: holds a run already; pass resume (--resume) to go on, or use another folder")
+            raise TrainingError(f"{folder}: holds a run already; pass resume (--resume), or use another folder")
         folder.mkdir(parents=True, exist_ok=True)
         planned = config.steps or config.epochs * steps_per_epoch(len(rows), config.batch_size)
         self.state: TrainState = init_state(self.models, target.params, planned)
@@ -171,9 +172,10 @@ class _Run:
                 f"{tokens:.0f} tokens/s, {1e3 * seconds:.1f} ms, {100 * share:.1f} % of peak")  # fmt: skip
         progress.update(self.step, text, total=self.total)
         self._write({
-            "kind": "train", "step": self.step, "total_steps": self.total, "loss": summary.loss, "accepted": summary.accepted,
-            "accuracy": summary.accuracy, "learning_rate": rate, "gradient_norm": norm, "tokens_per_second": tokens,
-            "seconds_per_step": seconds, "share_of_peak": share, "seconds": time.monotonic() - self.began,
+            "kind": "train", "step": self.step, "total_steps": self.total, "loss": summary.loss,
+            "accepted": summary.accepted, "accuracy": summary.accuracy, "learning_rate": rate, "gradient_norm": norm,
+            "tokens_per_second": tokens, "seconds_per_step": seconds, "share_of_peak": share,
+            "seconds": time.monotonic() - self.began,
         })  # fmt: skip
 
     def _write(self, line: dict) -> None:
@@ -182,7 +184,8 @@ class _Run:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
             last = self.checkpoints.steps()
-            raise TrainingError(f"{self.folder / 'log.jsonl'}: {error.strerror}; checkpoints at steps {last}") from error
+            file = self.folder / "log.jsonl"
+            raise TrainingError(f"{file}: {error.strerror}; checkpoints at steps {last}") from error
 
 
 def _percent(accuracy: tuple[float, ...]) -> str:

@@ -54,6 +54,7 @@ def test_values_and_gradients_equal_a_dense_softmax(spec):
         def value(q, k, v, kb, vb):
             out = function(spec, q, k, v, first, last, kb, vb)
             return jnp.sum(weight * out), out
+
         return jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2, 3, 4), has_aux=True))
 
     (_, found), found_gradients = loss(block_attention)(q, k, v, kb, vb)

@@ -7,13 +7,13 @@ import json
 import jax
 import numpy as np
 import pytest
+from tiny_train import tiny_config
 
 from ddtree_jax import testing
 from ddtree_jax.__main__ import main
 from ddtree_jax.api import load_drafter, load_target
 from ddtree_jax.checkpoint import save_checkpoint
 from ddtree_jax.train import answers, checkpoints
-from tiny_train import tiny_config
 
 PROMPTS = ["one", "two!", "three?"]
 
@@ -24,7 +24,11 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train")
     for name, seed in (("target", 5), ("other", 6)):
         target = testing.tiny_target(
-            seed=seed, vocab_size=testing.TINY_VOCABULARY, stop_token_ids=(0,), num_layers=2, sliding_windows=(None,) * 2
+            seed=seed,
+            vocab_size=testing.TINY_VOCABULARY,
+            stop_token_ids=(0,),
+            num_layers=2,
+            sliding_windows=(None,) * 2,
         )
         save_checkpoint(folder / name, target.config, target.params, testing.tiny_tokenizer_files(), source="test")
     lines = [json.dumps({"id": str(i), "turns": [text]}) for i, text in enumerate(PROMPTS)]

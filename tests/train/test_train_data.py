@@ -69,12 +69,14 @@ def test_answers_survive_the_disk_in_order_of_requests(tmp_path, vocab_size, dty
 def test_answers_to_something_else_and_damage_are_refused(tmp_path):
     store = AnswerStore(tmp_path, MANIFEST)
     for key, value in (("target", "u"), ("prompts", "q"), ("max_new_tokens", 10), ("temperature", 0.0)):
-        with pytest.raises(ValueError, match=f"manifest.json: {key}: expected '?{value}"):
+        with pytest.raises(
+            ValueError, match=f"{key}: expected '{value}" if isinstance(value, str) else f"{key}: expected {value}"
+        ):
             AnswerStore(tmp_path, dataclasses.replace(MANIFEST, **{key: value}))
     store.append([Answer(0, [1], [2, 3])])
     shard = store.shards()[0]
     shard.write_bytes(shard.read_bytes()[:-40])
-    with pytest.raises(ValueError, match="shard-00000.npz: damaged"):
+    with pytest.raises(ValueError, match="damaged"):
         store.documents()
 
 

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_train import drafter_params, tiny_rows
 
 from ddtree_jax import testing
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
 from ddtree_jax.models.dflash import DFlash, block_visibility
 from ddtree_jax.train.forward import draft_blocks, target_features
-from tiny_train import drafter_params, tiny_rows
 
 TARGET = testing.tiny_target()
 TIGHT = 4 * 4 * 4 * 8 * 40  # bytes: a few blocks a chunk
