@@ -11,7 +11,8 @@ class Config:
 
     block: int = 128  # keys per step of the softmax, a multiple of 64
     stages: int = 2  # steps of keys and values in flight
-    consumers: int = 2  # warpgroups that compute, 64 rows each, over the same keys
+    consumers: int = 2  # computing warpgroups, 64 rows each, over the same keys: 1 or 2
     splits: int = 1  # thread blocks that share the keys of a row tile
     merge: str = "cluster"  # the splits form a cluster and merge in it; "kernel": a second kernel merges
-    schedule: str = "turns"
+    registers: int = 232  # of a computing thread; 120 with one consumer lets two thread blocks share a multiprocessor
+    early_merge: bool = False  # launch the merging kernel while the last splits finish (programmatic dependent launch)

@@ -1,0 +1,102 @@
+"""What is static about one call of the Mosaic GPU kernels, and small helpers they share."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.tree_attention import packing
+from pallas_kernels.tree_attention.config import Config
+
+LOG2E = math.log2(math.e)
+LOWEST = -1e30  # finite: the difference of two of these is a number
+ROWS = packing.TILE
+MATRIX = plgpu.Layout.WGMMA
+COLUMN = plgpu.Layout.WGMMA.reduce(1)  # one value per row
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """Everything static about one call."""
+
+    plan: packing.RowPlan
+    config: Config
+    slots: int
+    kv_heads: int
+    head_dim: int
+    dtype: jnp.dtype
+    scale: float
+    softcap: float | None
+    windowed: bool
+    page_rows: int | None  # None: the cache is [B, K, C, D]; else pages of so many rows
+    interpreted: bool
+
+    @property
+    def row_blocks(self) -> int:
+        """Thread blocks along the rows of one key/value head."""
+        return -(-self.plan.tiles // self.config.consumers)
+
+    @property
+    def tree_block(self) -> int:
+        """Tree keys per step."""
+        return min(self.config.block, 64 * -(-self.plan.nodes // 64))
+
+    @property
+    def tree_blocks(self) -> int:
+        return -(-self.plan.nodes // self.tree_block)
+
+    @property
+    def pieces(self) -> int:
+        """Copies that bring one block of keys: as many as the pages that hold it."""
+        return 1 if self.page_rows is None else max(1, self.config.block // self.page_rows)
+
+    @property
+    def in_cluster(self) -> bool:
+        return self.config.splits > 1 and self.config.merge == "cluster"
+
+    @property
+    def early_merge(self) -> bool:
+        config = self.config
+        return config.splits > 1 and config.merge == "kernel" and config.early_merge and not self.interpreted
+
+    @property
+    def merge_columns(self) -> int:
+        """Columns of head_dim that one thread block merges."""
+        return 8 * -(-self.head_dim // (8 * self.config.splits)) if self.in_cluster else 16
+
+    def first_partial(self, slot, head, tile):
+        """Where the results of a tile's splits begin among all partial results."""
+        tiles = self.row_blocks * self.config.consumers
+        return ((slot * self.kv_heads + head) * tiles + tile) * self.config.splits
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """The blocks [begin, end) of one thread block, out of the list: cache blocks, then tree blocks. Run-time scalars."""
+
+    begin: jax.Array
+    end: jax.Array
+    whole: jax.Array  # cache blocks before this one are live throughout
+    cache_blocks: jax.Array
+    length: jax.Array
+
+
+def tiled(columns: int, dtype) -> tuple:
+    """The shared-memory layout that TMA writes and wgmma reads: tiles of 8 rows, as wide a swizzle as divides the columns."""
+    size = jnp.dtype(dtype).itemsize
+    swizzle = next(width for width in (128, 64, 32) if columns * size % width == 0)
+    return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
+
+
+def across(column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Spreads one value per row [64] over the columns of a matrix."""
+    return lax.broadcast_in_dim(column, shape, (0,))
+
+
+def load(ref, layout) -> jax.Array:
+    return plgpu.load(ref, layout=layout, optimized=False)
