@@ -1,14 +1,17 @@
-"""Tree attention: the public function, its argument checks, and the choice of implementation.
+"""Tree attention: the public functions, their argument checks, and the choice of implementation.
 
-Shape letters: B slots, N nodes, H query heads, K key/value heads, G = H/K, D head_dim, C cache capacity.
+Shape letters: B slots, N nodes, H query heads, K key/value heads, G = H/K, D head_dim, C cache capacity; for a paged cache P pages,
+R rows of a page, M entries of a page table.
 """
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tree_attention import reference
+from pallas_kernels.tree_attention import config, mosaic_gpu, reference
 
 IMPLEMENTATIONS = ("xla", "mosaic_gpu")
 
@@ -54,20 +57,102 @@ def tree_attention(
       ValueError: the arguments contradict each other.
       NotImplementedError: the implementation asked for cannot do this call; the message names what.
     """
-    _check(q, k_cache, v_cache, lengths, k_tree, v_tree, ancestors, sliding_window, softcap, positions, implementation)
+    _check_options(sliding_window, softcap, implementation)
+    _check_arrays(q, k_cache, v_cache, lengths, k_tree, v_tree, ancestors, positions)
     arguments = (q, k_cache, v_cache, lengths, k_tree, v_tree, ancestors)
     options = dict(scale=scale, sliding_window=sliding_window, softcap=softcap, positions=positions)
-    if implementation == "xla":
+    capacity = k_cache.shape[2]
+    if _choose(implementation, mosaic_gpu.unsupported(q, None, capacity, scale)) == "xla":
         return reference.tree_attention(*arguments, **options)
-    if implementation == "mosaic_gpu":
-        raise NotImplementedError("mosaic_gpu: not built yet")
-    return reference.tree_attention(*arguments, **options)
+    sizes = config.choose(q.shape, k_cache.shape[1], capacity)
+    return mosaic_gpu.tree_attention(*arguments, **options, config=sizes)
 
 
-def _check(q, k_cache, v_cache, lengths, k_tree, v_tree, ancestors, sliding_window, softcap, positions, implementation):
-    """Raises ValueError where shapes, dtypes or options contradict each other."""
+def paged_tree_attention(
+    q: jax.Array,  # [B, N, H, D]
+    k_pages: jax.Array,  # [P, K, R, D]
+    v_pages: jax.Array,  # [P, K, R, D]
+    page_table: jax.Array,  # [B, M] int32
+    lengths: jax.Array,  # [B] int32
+    k_tree: jax.Array,  # [B, K, N, D]
+    v_tree: jax.Array,  # [B, K, N, D]
+    ancestors: jax.Array,  # [B, N, ceil(N/32)] uint32
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    positions: jax.Array | None = None,  # [B, N] int32
+    implementation: str | None = None,
+) -> jax.Array:  # [B, N, H, D]
+    """`tree_attention` over a cache of pages: row j of slot b lies in page `page_table[b, j // R]`, at j % R.
+
+    Entries of the page table past a slot's length are never followed, and rows past the length may hold anything. Arguments, result
+    and errors are otherwise those of `tree_attention`; 0 <= lengths <= M * R. The "xla" implementation gathers the pages first.
+    """
+    _check_options(sliding_window, softcap, implementation)
+    _check_pages(q, k_pages, v_pages, page_table)
+    slots, entries = page_table.shape
+    kv_heads, page_rows, head_dim = k_pages.shape[1:]
+    contiguous = jax.ShapeDtypeStruct((slots, kv_heads, entries * page_rows, head_dim), k_pages.dtype)
+    _check_arrays(q, contiguous, contiguous, lengths, k_tree, v_tree, ancestors, positions)
+    options = dict(scale=scale, sliding_window=sliding_window, softcap=softcap, positions=positions)
+    if _choose(implementation, mosaic_gpu.unsupported(q, page_rows, page_rows, scale)) == "xla":
+        k_cache, v_cache = (_gather(pages, page_table, lengths) for pages in (k_pages, v_pages))
+        return reference.tree_attention(q, k_cache, v_cache, lengths, k_tree, v_tree, ancestors, **options)
+    sizes = config.choose(q.shape, kv_heads, entries * page_rows)
+    arguments = (q, k_pages, v_pages, lengths, k_tree, v_tree, ancestors)
+    return mosaic_gpu.tree_attention(*arguments, **options, page_table=page_table, config=sizes)
+
+
+def _gather(pages: jax.Array, page_table: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Pages [P, K, R, D] in the order of the table: [B, K, M * R, D]. Entries past the length read page 0."""
+    slots, entries = page_table.shape
+    kv_heads, rows, head_dim = pages.shape[1:]
+    used = jnp.arange(entries, dtype=jnp.int32)[None, :] * rows < lengths[:, None]
+    taken = pages[jnp.where(used, page_table, 0)]  # [B, M, K, R, D]
+    return taken.transpose(0, 2, 1, 3, 4).reshape(slots, kv_heads, entries * rows, head_dim)
+
+
+def _choose(implementation: str | None, obstacle: str | None) -> str:
+    """The implementation to run; `obstacle` says what the GPU kernel cannot do about this call."""
+    if implementation == "mosaic_gpu" and obstacle is not None:
+        raise NotImplementedError(f"mosaic_gpu cannot do {obstacle}")
+    if implementation is None:
+        return "mosaic_gpu" if obstacle is None and _on_hopper() else "xla"
+    return implementation
+
+
+@functools.cache
+def _on_hopper() -> bool:
+    return jax.default_backend() == "gpu" and jax.local_devices()[0].compute_capability == "9.0"
+
+
+def _check_options(sliding_window, softcap, implementation):
+    """Raises ValueError for options out of range."""
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, got {softcap}")
+
+
+def _check_pages(q, k_pages, v_pages, page_table):
+    """Raises ValueError where pages and their table contradict each other or the queries."""
+    if k_pages.ndim != 4:
+        raise ValueError(f"k_pages must be [P, K, R, D], got shape {k_pages.shape}")
+    if v_pages.shape != k_pages.shape:
+        raise ValueError(f"v_pages must have k_pages' shape {k_pages.shape}, got {v_pages.shape}")
+    if page_table.ndim != 2 or page_table.shape[0] != q.shape[0]:
+        raise ValueError(f"page_table must be [B, M] with B = {q.shape[0]}, got {page_table.shape}")
+    if page_table.dtype != jnp.int32:
+        raise ValueError(f"page_table must be int32, got {page_table.dtype}")
+    if v_pages.dtype != k_pages.dtype:
+        raise ValueError(f"v_pages must have k_pages' dtype {k_pages.dtype}, got {v_pages.dtype}")
+
+
+def _check_arrays(q, k_cache, v_cache, lengths, k_tree, v_tree, ancestors, positions):
+    """Raises ValueError where shapes or dtypes contradict each other."""
     if q.ndim != 4:
         raise ValueError(f"q must be [B, N, H, D], got shape {q.shape}")
     if k_cache.ndim != 4:
@@ -93,16 +178,10 @@ def _check(q, k_cache, v_cache, lengths, k_tree, v_tree, ancestors, sliding_wind
             raise ValueError(f"{name} must have shape {shape} to fit q {q.shape}, got {array.shape}")
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q must be floating point, got {q.dtype}")
-    for name in ("k_cache", "v_cache", "k_tree", "v_tree"):
-        if wanted[name][0].dtype != q.dtype:
-            raise ValueError(f"{name} must have q's dtype {q.dtype}, got {wanted[name][0].dtype}")
-    if lengths.dtype != jnp.int32:
-        raise ValueError(f"lengths must be int32, got {lengths.dtype}")
-    if ancestors.dtype != jnp.uint32:
-        raise ValueError(f"ancestors must be uint32, got {ancestors.dtype}")
-    if positions is not None and positions.dtype != jnp.int32:
-        raise ValueError(f"positions must be int32, got {positions.dtype}")
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap must be positive, got {softcap}")
+    dtypes = dict(k_cache=q.dtype, v_cache=q.dtype, k_tree=q.dtype, v_tree=q.dtype, lengths=jnp.int32, ancestors=jnp.uint32)
+    if positions is not None:
+        dtypes["positions"] = jnp.int32
+    for name, dtype in dtypes.items():
+        if wanted[name][0].dtype != dtype:
+            like = " like q" if dtype == q.dtype else ""
+            raise ValueError(f"{name} must be {jnp.dtype(dtype).name}{like}, got {wanted[name][0].dtype}")

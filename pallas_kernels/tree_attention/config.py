@@ -16,3 +16,8 @@ class Config:
     merge: str = "cluster"  # the splits form a cluster and merge in it; "kernel": a second kernel merges
     registers: int = 232  # of a computing thread; 120 with one consumer lets two thread blocks share a multiprocessor
     early_merge: bool = False  # launch the merging kernel while the last splits finish (programmatic dependent launch)
+
+
+def choose(q_shape: tuple[int, ...], kv_heads: int, capacity: int) -> Config:
+    """The configuration for queries [B, N, H, D] over `kv_heads` caches of `capacity` rows."""
+    return Config(block=64, stages=2, consumers=1, splits=1)

@@ -1,0 +1,127 @@
+"""The Mosaic GPU kernel interpreted on the CPU: numbers, barriers and races. Small cases; each takes seconds."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from suite import Case, TreeAttentionSuite, to_pages
+
+from pallas_kernels.tree_attention import mosaic_gpu
+from pallas_kernels.tree_attention.config import Config
+
+
+def config(**fields):
+    return tuple(sorted((dict(block=64, stages=2) | fields).items()))
+
+
+def move_table_last(operands):
+    q, k_pages, v_pages, table, *rest = operands
+    return q, k_pages, v_pages, *rest, table
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter runs on the CPU")
+class TestInterpreted(TreeAttentionSuite):
+    cases = (
+        # One tile, one consumer: splits merged in a cluster, by a second kernel, not at all; a slot without context.
+        Case(nodes=1, heads=4, kv_heads=1, head_dim=64, capacity=200, lengths=(0, 130), config=config(consumers=1, splits=2)),
+        Case(
+            nodes=9,
+            heads=3,
+            kv_heads=1,
+            head_dim=96,
+            capacity=100,
+            lengths=(77,),
+            config=config(consumers=1, splits=3, merge="kernel"),
+        ),
+        Case(
+            nodes=16,
+            heads=4,
+            kv_heads=1,
+            head_dim=64,
+            capacity=64,
+            lengths=(64,),
+            mask="full",
+            dtype="float16",
+            config=config(consumers=1, splits=1, stages=3),
+        ),
+        # Two consumers over the same ring; more tiles than fit, a group that fills no tile, dead nodes.
+        Case(nodes=20, heads=6, kv_heads=2, head_dim=64, capacity=130, lengths=(129,), dead=3, config=config(splits=1)),
+        Case(
+            nodes=66,
+            heads=1,
+            kv_heads=1,
+            head_dim=64,
+            capacity=64,
+            lengths=(50,),
+            mask="causal",
+            config=config(splits=2, merge="kernel"),
+        ),
+        Case(
+            nodes=40,
+            heads=5,
+            kv_heads=1,
+            head_dim=64,
+            capacity=260,
+            lengths=(259,),
+            sliding_window=70,
+            config=config(splits=2, merge="kernel"),
+        ),
+        Case(
+            nodes=7,
+            heads=2,
+            kv_heads=1,
+            head_dim=64,
+            capacity=260,
+            lengths=(200,),
+            sliding_window=3,
+            positions=True,
+            softcap=2.0,
+            config=config(consumers=1, splits=1),
+        ),
+        Case(nodes=12, heads=2, kv_heads=1, head_dim=256, capacity=70, lengths=(65,), config=config(consumers=1, splits=1)),
+        Case(nodes=30, heads=4, kv_heads=1, head_dim=64, capacity=300, lengths=(290,), config=config(block=128, splits=1)),
+        # A page table: pages smaller than a block, and larger.
+        Case(
+            nodes=10,
+            heads=4,
+            kv_heads=2,
+            head_dim=64,
+            capacity=200,
+            lengths=(0, 150),
+            page_rows=16,
+            config=config(consumers=1, splits=2, merge="kernel"),
+        ),
+        Case(nodes=70, heads=1, kv_heads=1, head_dim=64, capacity=300, lengths=(290,), page_rows=128, config=config(splits=1)),
+    )
+
+    def attend(self, case, operands, options):
+        if case.page_rows:
+            *operands, table = move_table_last(to_pages(case, operands))
+            options = options | dict(page_table=table)
+        try:
+            out = mosaic_gpu.tree_attention(
+                *operands,
+                **options,
+                config=Config(**dict(case.config)),
+                interpret=plgpu.InterpretGPUParams(detect_races=True),
+            )
+            assert not gpu_callbacks.get_races().races_found
+        except BaseException:
+            gpu_callbacks.reset_gpu_interpret_mode_state()  # or the next case cannot run
+            raise
+        return out
+
+
+def test_two_consumers_in_a_cluster():
+    """Six threads must run at once, more than the interpreter has by default: in a process of its own."""
+    program = (
+        "from suite import Case; from test_tree_attention_interpret import TestInterpreted, config\n"
+        "case = Case(nodes=20, heads=4, kv_heads=1, head_dim=64, capacity=200, lengths=(190,), config=config(splits=2))\n"
+        "TestInterpreted().test_matches_the_oracle(case)\n"
+    )
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=16", "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=os.path.dirname(__file__), env=environment)
