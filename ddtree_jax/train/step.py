@@ -96,7 +96,8 @@ def learning_rate(config: TrainConfig, step: jax.Array, total_steps: jax.Array) 
 def init_state(models: Models, target_params: Any, total_steps: int) -> TrainState:
     """Fresh float32 weights, started as `config.init` says, and an empty optimiser."""
     config = models.config
-    params = init_params(dataclasses.replace(models.drafter, dtype="float32"), jax.random.key(config.seed))
+    drafter = dataclasses.replace(models.drafter, dtype="float32")
+    params = jax.jit(init_params, static_argnums=0)(drafter, jax.random.key(config.seed))
     if config.init in ("norm", "layers"):
         params = params | {"norm": _float32(target_params["norm"])}
     if config.init == "layers":

@@ -7,7 +7,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from tiny_train import tiny_config
+from tiny_train import tiny_config, tiny_target
 
 from ddtree_jax import testing
 from ddtree_jax.__main__ import main
@@ -23,19 +23,13 @@ def folder(tmp_path_factory):
     """A target of 2 layers, prompts and settings."""
     folder = tmp_path_factory.mktemp("train")
     for name, seed in (("target", 5), ("other", 6)):
-        target = testing.tiny_target(
-            seed=seed,
-            vocab_size=testing.TINY_VOCABULARY,
-            stop_token_ids=(0,),
-            num_layers=2,
-            sliding_windows=(None,) * 2,
-        )
+        target = tiny_target(seed)
         save_checkpoint(folder / name, target.config, target.params, testing.tiny_tokenizer_files(), source="test")
     lines = [json.dumps({"id": str(i), "turns": [text]}) for i, text in enumerate(PROMPTS)]
     (folder / "prompts.jsonl").write_text("\n".join(lines) + "\n")
     (folder / "long.jsonl").write_text(json.dumps({"id": "novel", "turns": ["x" * 200]}) + "\n")
     (folder / "empty.jsonl").write_text("\n")
-    config = tiny_config(mask_token_id=1, checkpoint_every=3, temperatures=(0.0,))
+    config = tiny_config(checkpoint_every=3, temperatures=(0.0,))
     (folder / "config.json").write_text(json.dumps(config.to_json()))
     return folder
 

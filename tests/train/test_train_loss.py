@@ -4,14 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_train import drafter_params, tiny_config, tiny_rows
+from tiny_train import drafter_params, tiny_config, tiny_rows, tiny_target
 
-from ddtree_jax import testing
 from ddtree_jax.train.anchors import draw_anchors, valid_anchors
 from ddtree_jax.train.loss import HeadSpec, block_labels, block_loss, cross_entropy, prefix_length, slot_weights
 from ddtree_jax.train.step import Models, features_of, init_state, score_blocks, to_device, train_step
 
-TARGET = testing.tiny_target()
+TARGET = tiny_target()
 MODELS = Models.of(tiny_config(), TARGET.config)
 
 

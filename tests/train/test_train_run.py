@@ -5,33 +5,26 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from tiny_train import LENGTH, tiny_config, tiny_rows
+from tiny_train import LENGTH, tiny_config, tiny_rows, tiny_target
 
-from ddtree_jax import testing
 from ddtree_jax.api import Drafter, generate
 from ddtree_jax.config import DecodeConfig
 from ddtree_jax.train import trainer
 from ddtree_jax.train.answering import request_seed
-from ddtree_jax.train.checkpoints import Checkpoints, TrainingError
+from ddtree_jax.train.checkpoints import Checkpoints, TrainingError, read_state
 from ddtree_jax.train.data import Document, pack
 from ddtree_jax.train.prepare import answer_prompts
 from ddtree_jax.train.trainer import train
 
-TARGET = testing.tiny_target()
-PROMPTS = [[int(x) for x in np.random.default_rng(i).integers(0, 59, 3 + i)] for i in range(7)]
+TARGET = tiny_target()
+PROMPTS = [[int(x) for x in np.random.default_rng(i).integers(4, 99, 3 + i)] for i in range(7)]
 
 
 def final_state(folder, config):
     checkpoints = Checkpoints(folder / "checkpoints", config, "", "")
     like = trainer.init_state(trainer.Models.of(config, TARGET.config), TARGET.params, 0)
     last = checkpoints.steps()[-1]
-    return last, trainer.jax.device_get(read(checkpoints.folder / f"step-{last:08d}" / "state", like))
-
-
-def read(path, like):
-    from ddtree_jax.train.checkpoints import read_state
-
-    return read_state(path, like)
+    return last, jax.device_get(read_state(checkpoints.folder / f"step-{last:08d}" / "state", like))
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path, monkeypatch):

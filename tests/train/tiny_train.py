@@ -5,16 +5,23 @@ import dataclasses
 import jax
 import numpy as np
 
+from ddtree_jax import testing
 from ddtree_jax.models.abstract import init_params
 from ddtree_jax.train.config import TrainConfig
 from ddtree_jax.train.data import Document, pack
 
 LENGTH = 48
+# One target and one shape for all tests, so that they share compiled programs.
+TARGET_SHAPE = dict(vocab_size=testing.TINY_VOCABULARY, stop_token_ids=(0,), num_layers=2, sliding_windows=(None,) * 2)
+
+
+def tiny_target(seed: int = 5):
+    return testing.tiny_target(seed=seed, **TARGET_SHAPE)
 
 
 def tiny_config(**overrides) -> TrainConfig:
     values = dict(
-        mask_token_id=59, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=40, taps=(0, 1),
+        mask_token_id=3, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=40, taps=(0, 1),
         block_size=5, sequence_length=LENGTH, batch_size=2, anchors=6, steps=4, dtype="float32", head_rows=16,
         max_new_tokens=12, answer_slots=4, answer_refill=2, answers_per_shard=3, log_every=2, eval_every=0,
         checkpoint_every=0, learning_rate=1e-2, eval_answers=4,
@@ -27,7 +34,7 @@ def random_documents(count: int = 6, seed: int = 0, longest: int = 40) -> list[D
     out = []
     for _ in range(count):
         length = int(rng.integers(12, longest))
-        out.append(Document(rng.integers(0, 59, length).astype(np.int32), int(rng.integers(2, 8))))
+        out.append(Document(rng.integers(4, 99, length).astype(np.int32), int(rng.integers(2, 8))))
     return out
 
 
