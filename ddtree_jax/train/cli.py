@@ -14,7 +14,7 @@ from ddtree_jax.checkpoint import save_checkpoint
 from ddtree_jax.train.config import TrainConfig, drafter_config, load_config
 from ddtree_jax.train.data import Document, Rows, pack
 from ddtree_jax.train.prepare import answer_prompts, encode_files
-from ddtree_jax.train.trainer import Trained, train
+from ddtree_jax.train.trainer import Trained, check_fresh, train
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> Trained | None:
     config = load_config(args.config, {k: v for k, v in overrides.items() if v is not None})
     target = load_target(args.target)
     drafter_config(config, target.config)  # whether they fit is known before hours of answering
+    if not args.answers_only:
+        check_fresh(args.out, args.resume)
     out, answers = Path(args.out), Path(args.answers or Path(args.out) / "answers")
     prompts = encode_files(target, args.prompts, config)
     held = {Path(f).stem: encode_files(target, [f], _eval_config(config)) for f in args.eval_prompts}

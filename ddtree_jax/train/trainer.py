@@ -69,6 +69,12 @@ def train(
     return run.loop()
 
 
+def check_fresh(folder: str | Path, resume: bool) -> None:
+    """Raises TrainingError if `folder` holds a run and `resume` is off."""
+    if not resume and any((Path(folder) / "checkpoints").glob("step-*/run.json")):
+        raise TrainingError(f"{folder}: holds a run already; pass resume (--resume), or use another folder")
+
+
 class _Run:
     def __init__(self, target, rows, config, folder, eval_rows, resume, quiet):
         self.began = time.monotonic()
@@ -78,8 +84,7 @@ class _Run:
         digest = hashlib.sha256(rows.tokens.tobytes() + rows.labels.tobytes()).hexdigest()[:16]
         theirs = fingerprint(target.config, target.params)
         self.checkpoints = Checkpoints(folder / "checkpoints", config, theirs, digest)
-        if self.checkpoints.steps() and not resume:
-            raise TrainingError(f"{folder}: holds a run already; pass resume (--resume), or use another folder")
+        check_fresh(folder, resume)
         folder.mkdir(parents=True, exist_ok=True)
         planned = config.steps or config.epochs * steps_per_epoch(len(rows), config.batch_size)
         self.state: TrainState = init_state(self.models, target.params, planned)

@@ -73,9 +73,15 @@ def test_prefix_ends_at_the_first_error_and_at_the_end_of_the_text():
 
 def test_labels_stand_at_their_own_positions():
     rows = to_device(tiny_rows())
-    valid = valid_anchors(rows.ends, rows.labels, 5, partial_blocks=True)
-    anchors, live = draw_anchors(jax.random.key(0), valid, 40)
-    labels, ok = jax.device_get(block_labels(rows.tokens, rows.ends, rows.labels, anchors, live, 5))
+
+    @jax.jit
+    def draw(tokens, ends, labels):
+        valid = valid_anchors(ends, labels, 5, partial_blocks=True)
+        anchors, live = draw_anchors(jax.random.key(0), valid, 40)
+        return anchors, live, *block_labels(tokens, ends, labels, anchors, live, 5)
+
+    anchors, live, labels, ok = jax.device_get(draw(rows.tokens, rows.ends, rows.labels))
+    rows = jax.device_get(rows)
     for r, n, k in np.ndindex(labels.shape):
         a = int(anchors[r, n])
         inside = bool(live[r, n]) and a + 1 + k < rows.ends[r, a]

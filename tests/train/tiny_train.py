@@ -43,4 +43,4 @@ def tiny_rows(count: int = 6, seed: int = 0):
 
 
 def drafter_params(config, seed: int = 3):
-    return init_params(dataclasses.replace(config, dtype="float32"), jax.random.key(seed))
+    return jax.jit(init_params, static_argnums=0)(dataclasses.replace(config, dtype="float32"), jax.random.key(seed))
