@@ -1,0 +1,49 @@
+"""The default kernel on a real Hopper GPU, over a wide grid of shapes. Run with JAX_PLATFORMS=cuda; skipped elsewhere."""
+
+import jax
+import pytest
+from suite import Case, TreeAttentionSuite, to_pages
+
+from pallas_kernels.tree_attention import paged_tree_attention, tree_attention
+
+
+def on_hopper() -> bool:
+    return jax.default_backend() == "gpu" and jax.local_devices()[0].compute_capability == "9.0"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not on_hopper(), reason="needs a Hopper GPU")
+class TestGpu(TreeAttentionSuite):
+    cases = (
+        # Qwen3 shapes, widths and lengths of every kind, several slots.
+        *(
+            Case(nodes=n, heads=8, kv_heads=2, head_dim=128, capacity=1100, lengths=(0, 1, 640, 1023, 1100), dead=n // 5)
+            for n in (1, 3, 16, 33, 64, 100, 128, 256)
+        ),
+        Case(nodes=512, heads=8, kv_heads=2, head_dim=128, capacity=1024, lengths=(1000,), mask="causal"),
+        Case(nodes=16, heads=32, kv_heads=8, head_dim=128, capacity=8192, lengths=(8192,), mask="full"),
+        Case(nodes=64, heads=32, kv_heads=8, head_dim=128, capacity=8192, lengths=(8101,), dtype="float16"),
+        # Groups that fill no tile, and the other head dimensions.
+        *(
+            Case(nodes=20, heads=2 * g, kv_heads=2, head_dim=128, capacity=500, lengths=(450, 77))
+            for g in (1, 2, 3, 5, 6, 7, 8, 12, 16)
+        ),
+        *(
+            Case(nodes=n, heads=12, kv_heads=2, head_dim=d, capacity=700, lengths=(700, 311), dtype=dtype)
+            for n, d, dtype in ((64, 64, "bfloat16"), (40, 96, "float16"), (16, 256, "bfloat16"), (130, 256, "float16"))
+        ),
+        # Options.
+        Case(nodes=70, heads=8, kv_heads=2, head_dim=128, capacity=2000, lengths=(1999, 300), sliding_window=256),
+        Case(nodes=70, heads=8, kv_heads=2, head_dim=256, capacity=2000, lengths=(1999, 300), sliding_window=5, softcap=20.0),
+        Case(nodes=9, heads=8, kv_heads=2, head_dim=64, capacity=900, lengths=(850,), sliding_window=100, positions=True),
+        *(
+            Case(nodes=30, heads=8, kv_heads=2, head_dim=128, capacity=1000, lengths=(0, 513, 999), page_rows=rows)
+            for rows in (16, 32, 64, 128)
+        ),
+    )
+
+    def attend(self, case, operands, options):
+        function = tree_attention
+        if case.page_rows:
+            function, operands = paged_tree_attention, to_pages(case, operands)
+        return jax.jit(lambda *a: function(*a, **options, implementation="mosaic_gpu"))(*operands)
