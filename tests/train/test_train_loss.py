@@ -8,7 +8,7 @@ from tiny_train import drafter_params, tiny_config, tiny_rows, tiny_target
 
 from ddtree_jax.train.anchors import draw_anchors, valid_anchors
 from ddtree_jax.train.loss import HeadSpec, block_labels, block_loss, cross_entropy, prefix_length, slot_weights
-from ddtree_jax.train.step import Models, features_of, init_state, score_blocks, to_device, train_step
+from ddtree_jax.train.step import Models, features_of, init_state, learning_rate, score_blocks, to_device, train_step
 
 TARGET = tiny_target()
 MODELS = Models.of(tiny_config(), TARGET.config)
@@ -163,3 +163,35 @@ def test_loss_of_nothing_is_zero():
     ce, no = jnp.ones((1, 2, 4)), jnp.zeros((1, 2, 4), bool)
     loss, sums = block_loss("dpace", 7.0, 0.5, ce, no, no)
     assert loss == 0 and sums["accepted"] == 0
+
+
+def test_initial_weights_come_from_the_target_where_asked():
+    theirs = TARGET.params
+    norm = init_state(MODELS, theirs, 4).params
+    np.testing.assert_array_equal(norm["norm"]["weight"], theirs["norm"]["weight"])
+    assert not np.array_equal(
+        norm["layers_0"]["self_attn"]["o_proj"]["weight"], theirs["layers_1"]["self_attn"]["o_proj"]["weight"]
+    )
+    # The drafter of these tests has the target's heads and another feed-forward width.
+    layers = init_state(Models.of(tiny_config(init="layers"), TARGET.config), theirs, 4).params["layers_0"]
+    last = theirs["layers_1"]
+    np.testing.assert_array_equal(layers["self_attn"]["o_proj"]["weight"], last["self_attn"]["o_proj"]["weight"])
+    np.testing.assert_array_equal(layers["self_attn"]["q_proj"]["weight"], last["self_attn"]["qkv_proj"]["weight"][:32])
+    np.testing.assert_array_equal(
+        layers["self_attn"]["kv_proj"]["weight"], last["self_attn"]["qkv_proj"]["weight"][32:]
+    )
+    assert layers["mlp"]["down_proj"]["weight"].shape == (32, 40)
+
+
+def test_causal_head_is_causal_in_every_layer():
+    models = Models.of(tiny_config(causal_head=True, num_layers=2), TARGET.config)
+    assert models.drafter.causal == (True, True)
+
+
+def test_learning_rate_warms_up_and_ends_near_zero():
+    config = tiny_config(warmup_ratio=0.1)
+    rates = [float(learning_rate(config, jnp.int32(s), jnp.int32(100))) for s in (0, 9, 10, 55, 99)]
+    assert rates[0] == pytest.approx(config.learning_rate / 10)
+    assert rates[1] == rates[2] == pytest.approx(config.learning_rate)
+    assert rates[3] == pytest.approx(config.learning_rate / 2)
+    assert 0 < rates[4] < 1e-3 * config.learning_rate
