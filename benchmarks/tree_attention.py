@@ -20,9 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import _timing
-from pallas_kernels.tree_attention import mosaic_gpu
-from pallas_kernels.tree_attention import reference
-from pallas_kernels.tree_attention import tree_attention
+from pallas_kernels.tree_attention import mosaic_gpu, packing, reference, tree_attention
 from pallas_kernels.tree_attention.config import Config
 
 _LEVEL_2_BYTES = 60e6
@@ -105,23 +103,17 @@ def make_operands(shape: Shape, count: int, seed: int = 0):
 
 
 def candidates(shape: Shape) -> list[Config]:
-    """Configurations worth a measurement: those that fit in shared memory and about fill the GPU."""
-    tiles = -(-shape.nodes * shape.heads // shape.kv_heads // 64)
+    """Configurations that fit in shared memory and about fill the GPU."""
+    tiles = packing.plan_rows(shape.nodes, shape.heads // shape.kv_heads).tiles
     found = []
-    for consumers, block, splits, schedule in itertools.product(
-        (1, 2), (64, 128, 192), (1, 2, 4, 8, 16), ("turns", "overlap", "free")
-    ):
-        blocks = shape.slots * shape.kv_heads * -(-tiles // consumers) * splits
-        if consumers > max(tiles, 1) or (consumers == 1 and tiles > 2) or (consumers == 1 and schedule == "turns"):
+    for consumers, block, splits in itertools.product((1, 2), (64, 128), (1, 2, 3, 4, 5, 6, 8, 11, 16, 32)):
+        row_blocks = shape.slots * shape.kv_heads * -(-tiles // consumers)
+        if consumers > tiles or not 60 <= row_blocks * splits <= 264:
             continue
-        if (splits > 1 and blocks > 264) or (splits < 16 and blocks < 60):
-            continue
-        if shape.head_dim == 256 and block > 64 and consumers == 2 or block == 192 and schedule == "overlap":
-            continue
-        free = 232448 - 2048 - consumers * 64 * shape.head_dim * 2
+        free = 225 * 1024 - consumers * 64 * shape.head_dim * 2
         stages = min(free // (4 * block * shape.head_dim), 8)
         if stages >= 2:
-            found.append(Config(consumers=consumers, block=block, splits=splits, schedule=schedule, stages=stages))
+            found.append(Config(consumers=consumers, block=block, splits=splits, stages=stages))
     return found
 
 

@@ -178,7 +178,9 @@ def _check_arrays(q, k_cache, v_cache, lengths, k_tree, v_tree, ancestors, posit
             raise ValueError(f"{name} must have shape {shape} to fit q {q.shape}, got {array.shape}")
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q must be floating point, got {q.dtype}")
-    dtypes = dict(k_cache=q.dtype, v_cache=q.dtype, k_tree=q.dtype, v_tree=q.dtype, lengths=jnp.int32, ancestors=jnp.uint32)
+    dtypes = dict(
+        k_cache=q.dtype, v_cache=q.dtype, k_tree=q.dtype, v_tree=q.dtype, lengths=jnp.int32, ancestors=jnp.uint32
+    )
     if positions is not None:
         dtypes["positions"] = jnp.int32
     for name, dtype in dtypes.items():

@@ -4,7 +4,7 @@ Thread blocks are cut along slots, key/value heads, row tiles and keys (`splits`
 64 rows (packed as `packing` says) of one key/value head, and a share of its keys: the list of cache blocks, then tree blocks, cut
 evenly at run time. One warpgroup streams keys and values through a ring in shared memory (TMA); each of the others carries one tile
 over them: scores by wgmma, softmax in base 2 with the running maximum carried, weights back into wgmma from registers. The splits of
-a tile then merge, either within their cluster (each thread block merges a slice of head_dim) or by a second kernel.
+a tile are merged by a second kernel, launched while the first still runs.
 
 Only blocks that need it are masked: the last one of the cache by its length, those at the edge of a sliding window, and those of the
 tree by ancestor bits. The structure (two computing warpgroups taking turns, one streaming) follows FlashAttention-3
@@ -24,8 +24,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.tree_attention import masks, packing
 from pallas_kernels.tree_attention.config import Config
 from pallas_kernels.tree_attention.mosaic_gpu_attend import attend
-from pallas_kernels.tree_attention.mosaic_gpu_merge import call_merge, merge, send
-from pallas_kernels.tree_attention.mosaic_gpu_static import COLUMN, LOG2E, LOWEST, ROWS, Span, Static, across, load, tiled
+from pallas_kernels.tree_attention.mosaic_gpu_merge import call_merge, send
+from pallas_kernels.tree_attention.mosaic_gpu_static import (
+    COLUMN,
+    LOG2E,
+    LOWEST,
+    ROWS,
+    Span,
+    Static,
+    across,
+    load,
+    tiled,
+)
 from pallas_kernels.tree_attention.mosaic_gpu_stream import produce
 
 
@@ -73,7 +83,7 @@ def tree_attention(
     key_slots = static.tree_blocks * static.tree_block
     operands["words"] = packing.row_words(ancestors, positions, sliding_window, static.plan, key_slots)
     results = _call(static, q.shape, tuple(operands), interpret)(*operands.values())
-    if config.splits > 1 and not static.in_cluster:
+    if config.splits > 1:
         return call_merge(static, q.shape, interpret)(*results)
     return results[0]
 
@@ -98,7 +108,6 @@ def _call(static: Static, out_shape: tuple[int, ...], names: tuple[str, ...], in
     """The kernel, a function of the operands in the order of `names`; it returns the output, or the splits' results."""
     config, dtype, head_dim = static.config, static.dtype, static.head_dim
     consumers, stages, pieces = config.consumers, config.stages, static.pieces
-    out = jax.ShapeDtypeStruct(out_shape, dtype)
     keys = plgpu.SMEM((stages, config.block, head_dim), dtype, transforms=tiled(head_dim, dtype))
     scratch = dict(
         q_s=plgpu.SMEM((consumers, ROWS, head_dim), dtype, transforms=tiled(head_dim, dtype)),
@@ -111,28 +120,23 @@ def _call(static: Static, out_shape: tuple[int, ...], names: tuple[str, ...], in
         v_free=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
         turn=plgpu.Barrier(num_arrivals=consumers),
     )
+    results = [jax.ShapeDtypeStruct(out_shape, dtype)]
     if config.splits > 1:
-        scratch["lse_s"] = plgpu.SMEM((consumers, ROWS), jnp.float32)
         partials = static.first_partial(static.slots, 0, 0)
-        shares = [jax.ShapeDtypeStruct((partials, ROWS, head_dim), dtype), jax.ShapeDtypeStruct((partials, ROWS), jnp.float32)]
-    if static.in_cluster:
-        # By the time of merging the ring is empty.
-        scratch["ring"] = plgpu.RefUnion((keys, keys), plgpu.SMEM((consumers, ROWS, static.merge_columns), dtype))
-        scratch["all_done"] = plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=consumers)
-        grid = dict(grid=(static.slots, static.kv_heads, static.row_blocks), grid_names=("slot", "head", "rows"))
-        grid |= dict(cluster=(config.splits,), cluster_names=("split",))
-    else:
-        grid = dict(
-            grid=(static.slots, static.kv_heads, config.splits, static.row_blocks),
-            grid_names=("slot", "head", "split", "rows"),
-        )
+        results = [
+            jax.ShapeDtypeStruct((partials, ROWS, head_dim), dtype),
+            jax.ShapeDtypeStruct((partials, ROWS), jnp.float32),
+        ]
+        scratch["lse_s"] = plgpu.SMEM((consumers, ROWS), jnp.float32)
     if static.interpreted:
         scratch["p_s"] = plgpu.SMEM((consumers, ROWS, config.block), dtype, transforms=tiled(config.block, dtype))
     return plgpu.kernel(
         functools.partial(_body, static, names),
-        out_type=[out] if config.splits == 1 else [out, *shares] if static.in_cluster else shares,
+        out_type=results,
         scratch_types=scratch,
-        **grid,
+        # Row blocks of one split follow each other, so that they read the same keys at about the same time.
+        grid=(static.slots, static.kv_heads, config.splits, static.row_blocks),
+        grid_names=("slot", "head", "split", "rows"),
         num_threads=consumers + 1,
         thread_name="wg",
         kernel_name="tree_attention",
@@ -176,7 +180,7 @@ def _body(static: Static, names: tuple[str, ...], *refs, **scratch):
 def _consume(static: Static, span: Span, slot, head, split, wg, operands, results, scratch):
     """Computes one tile of 64 rows over the span and writes its result, or its share of it."""
     plan, config = static.plan, static.config
-    plgpu.set_max_registers(config.registers, action="increase")
+    plgpu.set_max_registers(232, action="increase")
     tile = lax.axis_index("rows") * config.consumers + wg  # may lie past the last tile: computed, then dropped
     real = jnp.minimum(tile, plan.tiles - 1)
     node_tile, head_tile = lax.div(real, plan.head_tiles), lax.rem(real, plan.head_tiles)
@@ -201,20 +205,10 @@ def _consume(static: Static, span: Span, slot, head, split, wg, operands, result
         plgpu.commit_smem()
         send(static, slot, head, tile, q_s, results[0])
         return
-    part_g, lse_g = results[-2:]
+    part_g, lse_g = results
     mine, lse_s = static.first_partial(slot, head, tile) + split, scratch["lse_s"].at[wg]
     lse_s[...] = jnp.where(total > 0, top + jnp.log(seen) * LOG2E, LOWEST)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(q_s, part_g.at[mine])
     plgpu.copy_smem_to_gmem(lse_s, lse_g.at[mine])
-    if not static.in_cluster:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        return
-    plgpu.wait_smem_to_gmem(0)
-    plgpu.barrier_arrive(scratch["all_done"])
-    plgpu.barrier_wait(scratch["all_done"])
-
-    @pl.when(split * static.merge_columns < static.head_dim)
-    def _():
-        columns = pl.ds(split * static.merge_columns, static.merge_columns)
-        merge(static, slot, head, tile, part_g, lse_g, scratch["ring"][1].at[wg], results[0], columns)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -12,35 +12,33 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.tree_attention.mosaic_gpu_static import COLUMN, MATRIX, ROWS, Static, across, load
 
+_COLUMNS = 16  # of head_dim that one thread block merges: one sector of each row
+
 
 def call_merge(static: Static, out_shape: tuple[int, ...], interpret):
-    """The kernel that merges the splits' results where the splits do not form a cluster.
+    """The kernel that merges the splits' results.
 
     It takes the partial results [P, 64, D] in the output's dtype, each row already divided by its sum of weights, and the
     logarithms (base 2) of those sums [P, 64] float32.
     """
     return plgpu.kernel(
-        functools.partial(_body, static),
+        functools.partial(_merge, static),
         out_type=jax.ShapeDtypeStruct(out_shape, static.dtype),
-        scratch_types=[plgpu.SMEM((ROWS, static.merge_columns), static.dtype)],
-        grid=(static.slots, static.kv_heads, static.plan.tiles, -(-static.head_dim // static.merge_columns)),
+        scratch_types=[plgpu.SMEM((ROWS, _COLUMNS), static.dtype)],
+        grid=(static.slots, static.kv_heads, static.plan.tiles, static.head_dim // _COLUMNS),
         grid_names=("slot", "head", "tile", "chunk"),
         kernel_name="tree_attention_merge",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )
 
 
-def _body(static: Static, part_g, lse_g, out_g, merged_s):
+def _merge(static: Static, part_g, lse_g, out_g, merged_s):
+    """Weighs the splits' results by their sums, and writes some columns of one tile."""
     if static.early_merge:
-        plgpu.griddepcontrol_wait()
+        plgpu.griddepcontrol_wait()  # the splits have finished, and their results are visible
     slot, head, tile = lax.axis_index("slot"), lax.axis_index("head"), lax.axis_index("tile")
-    columns = pl.ds(lax.axis_index("chunk") * static.merge_columns, static.merge_columns)
-    merge(static, slot, head, tile, part_g, lse_g, merged_s, out_g, columns)
-
-
-def merge(static: Static, slot, head, tile, part_g, lse_g, merged_s, out_g, columns) -> None:
-    """Weighs the splits' results by their sums, and writes the columns of one tile."""
+    columns = pl.ds(lax.axis_index("chunk") * _COLUMNS, _COLUMNS)
     splits, first = range(static.config.splits), static.first_partial(slot, head, tile)
     lse = [load(lse_g.at[first + s], COLUMN) for s in splits]
     parts = [load(part_g.at[first + s, :, columns], MATRIX) for s in splits]

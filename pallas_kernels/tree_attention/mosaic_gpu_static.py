@@ -56,18 +56,9 @@ class Static:
         return 1 if self.page_rows is None else max(1, self.config.block // self.page_rows)
 
     @property
-    def in_cluster(self) -> bool:
-        return self.config.splits > 1 and self.config.merge == "cluster"
-
-    @property
     def early_merge(self) -> bool:
-        config = self.config
-        return config.splits > 1 and config.merge == "kernel" and config.early_merge and not self.interpreted
-
-    @property
-    def merge_columns(self) -> int:
-        """Columns of head_dim that one thread block merges."""
-        return 8 * -(-self.head_dim // (8 * self.config.splits)) if self.in_cluster else 16
+        """Whether the merging kernel is launched while the last splits finish (programmatic dependent launch)."""
+        return self.config.splits > 1 and not self.interpreted
 
     def first_partial(self, slot, head, tile):
         """Where the results of a tile's splits begin among all partial results."""

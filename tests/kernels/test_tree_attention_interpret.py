@@ -1,9 +1,5 @@
 """The Mosaic GPU kernel interpreted on the CPU: numbers, barriers and races. Small cases; each takes seconds."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
@@ -15,7 +11,7 @@ from pallas_kernels.tree_attention.config import Config
 
 
 def config(**fields):
-    return tuple(sorted((dict(block=64, stages=2) | fields).items()))
+    return tuple(sorted((dict(block=64, stages=2, consumers=2) | fields).items()))
 
 
 def move_table_last(operands):
@@ -26,8 +22,16 @@ def move_table_last(operands):
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter runs on the CPU")
 class TestInterpreted(TreeAttentionSuite):
     cases = (
-        # One tile, one consumer: splits merged in a cluster, by a second kernel, not at all; a slot without context.
-        Case(nodes=1, heads=4, kv_heads=1, head_dim=64, capacity=200, lengths=(0, 130), config=config(consumers=1, splits=2)),
+        # One tile, one consumer: two splits, three, one; a slot without context.
+        Case(
+            nodes=1,
+            heads=4,
+            kv_heads=1,
+            head_dim=64,
+            capacity=200,
+            lengths=(0, 130),
+            config=config(consumers=1, splits=2),
+        ),
         Case(
             nodes=9,
             heads=3,
@@ -35,7 +39,7 @@ class TestInterpreted(TreeAttentionSuite):
             head_dim=96,
             capacity=100,
             lengths=(77,),
-            config=config(consumers=1, splits=3, merge="kernel"),
+            config=config(consumers=1, splits=3),
         ),
         Case(
             nodes=16,
@@ -58,7 +62,7 @@ class TestInterpreted(TreeAttentionSuite):
             capacity=64,
             lengths=(50,),
             mask="causal",
-            config=config(splits=2, merge="kernel"),
+            config=config(splits=2),
         ),
         Case(
             nodes=40,
@@ -68,7 +72,7 @@ class TestInterpreted(TreeAttentionSuite):
             capacity=260,
             lengths=(259,),
             sliding_window=70,
-            config=config(splits=2, merge="kernel"),
+            config=config(splits=2),
         ),
         Case(
             nodes=7,
@@ -82,8 +86,18 @@ class TestInterpreted(TreeAttentionSuite):
             softcap=2.0,
             config=config(consumers=1, splits=1),
         ),
-        Case(nodes=12, heads=2, kv_heads=1, head_dim=256, capacity=70, lengths=(65,), config=config(consumers=1, splits=1)),
-        Case(nodes=30, heads=4, kv_heads=1, head_dim=64, capacity=300, lengths=(290,), config=config(block=128, splits=1)),
+        Case(
+            nodes=12,
+            heads=2,
+            kv_heads=1,
+            head_dim=256,
+            capacity=70,
+            lengths=(65,),
+            config=config(consumers=1, splits=1),
+        ),
+        Case(
+            nodes=30, heads=4, kv_heads=1, head_dim=64, capacity=300, lengths=(290,), config=config(block=128, splits=1)
+        ),
         # A page table: pages smaller than a block, and larger.
         Case(
             nodes=10,
@@ -93,9 +107,18 @@ class TestInterpreted(TreeAttentionSuite):
             capacity=200,
             lengths=(0, 150),
             page_rows=16,
-            config=config(consumers=1, splits=2, merge="kernel"),
+            config=config(consumers=1, splits=2),
         ),
-        Case(nodes=70, heads=1, kv_heads=1, head_dim=64, capacity=300, lengths=(290,), page_rows=128, config=config(splits=1)),
+        Case(
+            nodes=70,
+            heads=1,
+            kv_heads=1,
+            head_dim=64,
+            capacity=300,
+            lengths=(290,),
+            page_rows=128,
+            config=config(splits=1),
+        ),
     )
 
     def attend(self, case, operands, options):
@@ -114,14 +137,3 @@ class TestInterpreted(TreeAttentionSuite):
             gpu_callbacks.reset_gpu_interpret_mode_state()  # or the next case cannot run
             raise
         return out
-
-
-def test_two_consumers_in_a_cluster():
-    """Six threads must run at once, more than the interpreter has by default: in a process of its own."""
-    program = (
-        "from suite import Case; from test_tree_attention_interpret import TestInterpreted, config\n"
-        "case = Case(nodes=20, heads=4, kv_heads=1, head_dim=64, capacity=200, lengths=(190,), config=config(splits=2))\n"
-        "TestInterpreted().test_matches_the_oracle(case)\n"
-    )
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=16", "JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=os.path.dirname(__file__), env=environment)

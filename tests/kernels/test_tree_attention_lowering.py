@@ -36,12 +36,21 @@ def shapes():
 
 
 # One lowering takes seconds, so only these run by default.
-QUICK = {(64, 32, 8, 128, 1024), (64, 32, 8, 128, 8192), (16, 24, 4, 256, 8192), (256, 12, 4, 64, 8192), (16, 12, 4, 96, 8192)}
+QUICK = {
+    (64, 32, 8, 128, 1024),
+    (64, 32, 8, 128, 8192),
+    (16, 24, 4, 256, 8192),
+    (256, 12, 4, 64, 8192),
+    (16, 12, 4, 96, 8192),
+}
 
 
 @pytest.mark.parametrize(
     "nodes, heads, kv_heads, head_dim, capacity, dtype",
-    [pytest.param(*s, marks=() if s[:5] in QUICK else pytest.mark.slow, id="-".join(map(str, s[:5]))) for s in shapes()],
+    [
+        pytest.param(*s, marks=() if s[:5] in QUICK else pytest.mark.slow, id="-".join(map(str, s[:5])))
+        for s in shapes()
+    ],
 )
 def test_every_choice_of_configuration_lowers(nodes, heads, kv_heads, head_dim, capacity, dtype):
     config = choose((1, nodes, heads, head_dim), kv_heads, capacity)
@@ -57,7 +66,7 @@ def test_every_choice_of_configuration_lowers(nodes, heads, kv_heads, head_dim, 
 
 
 def test_every_option_at_once_lowers():
-    lower(Config(block=128, stages=2, consumers=2, splits=3, merge="kernel"), sliding_window=100, softcap=5.0)
+    lower(Config(block=128, stages=2, consumers=2, splits=3), sliding_window=100, softcap=5.0)
 
 
 def test_too_much_shared_memory_is_refused_without_a_gpu():
