@@ -13,10 +13,10 @@ $(STAMP): pyproject.toml constraints.txt scripts/find_python.sh
 test: test-fast test-slow
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest --durations=10
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations=10
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow --durations=10
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile --durations=10
 
 demo: $(STAMP)
 	$(BIN)/python examples/smollm2_demo.py

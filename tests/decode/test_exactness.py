@@ -16,12 +16,13 @@ from ddtree_jax.decode.plan import make_plan
 
 PROMPTS = [[3, 1, 4, 1, 5], [9] * 19, [2, 7]]
 TEMPERATURES = (0.0, 0.7, 1.0)
+SLOW = pytest.mark.slow
 SEED = (11, 12, 13)
 
 
 @pytest.fixture(scope="module")
 def pair():
-    target = testing.tiny_target(seed=5)
+    target = testing.tiny_target(seed=0, num_layers=2, sliding_windows=(None, None))
     return target, testing.tiny_drafter(target)
 
 
@@ -58,9 +59,19 @@ def check(out, expected):
         assert all(n >= 1 for n in lengths)
 
 
+# Every combination runs in the second stage; the first has the ones that differ most.
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("method,num_nodes", [("dflash", 2), ("ddtree", 2), ("ddtree", 16), ("ddtree", 64), ("ddtree", 256)])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=SLOW), 3])
+@pytest.mark.parametrize(
+    "method,num_nodes",
+    [
+        ("dflash", 2),
+        ("ddtree", 16),
+        pytest.param("ddtree", 2, marks=SLOW),
+        pytest.param("ddtree", 64, marks=SLOW),
+        pytest.param("ddtree", 256, marks=SLOW),
+    ],
+)
 def test_real_drafter(pair, reference, method, num_nodes, batch, temperature):
     # Prompt 0 runs to the limit, others meet the stop token: slots finish at different rounds.
     prompts = PROMPTS[:batch]
@@ -103,7 +114,15 @@ def scripted_run(target, proposer, scripts, temperature, prompts, **settings):
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("num_nodes,rank_spread,stops", [(None, 0, ()), (16, 1, ()), (64, 2, (60,)), (256, 3, ())])
+@pytest.mark.parametrize(
+    "num_nodes,rank_spread,stops",
+    [
+        (None, 0, ()),
+        pytest.param(16, 1, (), marks=SLOW),
+        (64, 2, (60,)),
+        pytest.param(256, 3, (), marks=SLOW),
+    ],
+)
 def test_long_paths(pair, reference, num_nodes, rank_spread, temperature, stops):
     target = pair[0]
     settings = dict(max_new_tokens=40, stop_token_ids=stops)
