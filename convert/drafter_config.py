@@ -11,7 +11,7 @@ from convert.errors import ConversionError, ConversionWarning, mismatch
 from convert.fields import Fields
 from convert.hf_config import LAYER_KINDS, head_counts, head_dim, refuse_variants, sliding_windows, stored_dtype
 from convert.rope_config import rope_config
-from ddtree_jax.config import DrafterConfig, TargetConfig
+from ddtree_jax.config import DrafterConfig, TargetConfig, default_taps
 from ddtree_jax.models.abstract import check_fits
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -83,9 +83,7 @@ def drafter_config(
         attention_bias=config.flag("attention_bias", False),
         block_size=_block_size(config, inner),
         mask_token_id=_mask_token_id(config, inner),
-        target_layer_ids=_place(config, inner, "target_layer_ids").integers(
-            "target_layer_ids", default_target_layer_ids(target_layers, layers)
-        ),
+        target_layer_ids=_taps(config, inner, target_layers, layers),
         target_hidden_size=config.integer("target_hidden_size", target.hidden_size),
         target_num_layers=target_layers,
         target_vocab_size=config.integer("vocab_size", target.vocab_size),
@@ -104,15 +102,12 @@ def drafter_config(
     return result
 
 
-def default_target_layer_ids(target_layers: int, draft_layers: int) -> tuple[int, ...]:
-    """Taps of a checkpoint that does not list them: one a draft layer, spread from block 1 to the third from the end.
-
-    Source: the z-lab reference; `round` there is Python's, to even at halves.
-    """
-    if draft_layers == 1:
-        return (target_layers // 2,)
-    span = target_layers - 3 - 1
-    return tuple(round(1 + i * span / (draft_layers - 1)) for i in range(draft_layers))
+def _taps(config: Fields, inner: Fields, target_layers: int, draft_layers: int) -> tuple[int, ...]:
+    """Taps as listed, else the default: one a draft layer."""
+    place = _place(config, inner, "target_layer_ids")
+    if "target_layer_ids" in place:
+        return place.integers("target_layer_ids")
+    return default_taps(target_layers, draft_layers)
 
 
 def attention_kinds(config: Fields, layers: int) -> tuple[tuple[bool, ...], tuple[int | None, ...]]:

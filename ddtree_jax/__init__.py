@@ -1,17 +1,9 @@
 """Exact speculative decoding with draft trees in JAX and Pallas."""
 
-from ddtree_jax.api import (
-    Drafter,
-    Generation,
-    Target,
-    compile_ahead,
-    generate,
-    load_drafter,
-    load_target,
-    stream,
-    stream_tokens,
-)
+from ddtree_jax.api import Generation, compile_ahead, generate
 from ddtree_jax.config import DecodeConfig, DrafterConfig, RopeConfig, TargetConfig
+from ddtree_jax.loading import Drafter, Target, load_drafter, load_target
+from ddtree_jax.stepwise import RoundTrace, stream, stream_tokens, trace
 from ddtree_jax.tree import DraftTree, accept, build_tree, chain_tree
 
 __version__ = "0.1.0"
@@ -23,6 +15,7 @@ __all__ = [
     "DrafterConfig",
     "Generation",
     "RopeConfig",
+    "RoundTrace",
     "Target",
     "TargetConfig",
     "accept",
@@ -34,4 +27,5 @@ __all__ = [
     "load_target",
     "stream",
     "stream_tokens",
+    "trace",
 ]

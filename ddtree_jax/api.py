@@ -1,43 +1,20 @@
-"""The public interface: load a target and a drafter, generate, stream."""
+"""Whole decodes: prompts in, texts and their statistics out."""
 
 import concurrent.futures
 import dataclasses
-import functools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from ddtree_jax.checkpoint import load_config, load_params
-from ddtree_jax.config import DecodeConfig, DrafterConfig, TargetConfig
+from ddtree_jax.config import DecodeConfig
 from ddtree_jax.decode import run as device
-from ddtree_jax.decode.plan import Plan, bucket, make_plan
-from ddtree_jax.decode.state import DecodeState, Request
-from ddtree_jax.models.abstract import abstract_params, check_fits
-from ddtree_jax.prompts import Prompt, encode_prompt
-from ddtree_jax.tokenizer import IncrementalDecoder, Tokenizer
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A target ready to decode: static config, parameters on the device, tokenizer (None where there is none)."""
-
-    config: TargetConfig
-    params: Any
-    tokenizer: Tokenizer | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Drafter:
-    """A drafter ready to decode; it shares the embedding and the head of the target that it was loaded for."""
-
-    config: DrafterConfig
-    params: Any
+from ddtree_jax.decode.plan import make_plan
+from ddtree_jax.decode.state import DecodeState
+from ddtree_jax.loading import Drafter, Target
+from ddtree_jax.prepare import inputs, prepare
+from ddtree_jax.prompts import Prompt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,19 +55,6 @@ class Generation:
         return sum(map(len, self.tokens)) / self.seconds
 
 
-def load_target(path: str | Path) -> Target:
-    """Loads a target that `python -m convert target` wrote. Raises ValueError naming the file and what is wrong."""
-    config = load_config(path, kind="target")
-    return Target(config, load_params(path, abstract_params(config)), Tokenizer.from_folder(path))
-
-
-def load_drafter(path: str | Path, target: Target) -> Drafter:
-    """Loads a drafter and checks that it fits `target`. Raises ValueError naming what does not."""
-    config = load_config(path, kind="drafter")
-    check_fits(config, target.config)
-    return Drafter(config, load_params(path, abstract_params(config)))
-
-
 def generate(
     target: Target, drafter: Drafter | None, prompts: Prompt | Sequence[Prompt], config: DecodeConfig | None = None
 ) -> Generation:
@@ -105,11 +69,11 @@ def generate(
       ValueError: on a setting or a prompt that cannot be decoded, before anything compiles.
     """
     config = config or DecodeConfig()
-    encoded, plan = _prepare(target, drafter, prompts, config)
+    encoded, plan = prepare(target, drafter, prompts, config)
     done: list[DecodeState] = []
     seconds = compile_seconds = 0.0
     for first in range(0, len(encoded), plan.batch):
-        args = _inputs(target, drafter, plan, encoded, first, config.temperature)
+        args = inputs(target, drafter, plan, encoded, first, config.temperature)
         call, compiling = device.executable(device.run, plan.loop, *args)
         jax.block_until_ready(args)
         began = time.perf_counter()
@@ -153,114 +117,9 @@ def compile_ahead(
         config = dataclasses.replace(config, seed=0, batch_size=batch)
         prompts = [[0] * prompt_length] * batch
         plan = make_plan(config, target.config, None if drafter is None else drafter.config, [prompt_length] * batch)
-        device.executable(device.run, plan.loop, *_inputs(target, drafter, plan, prompts, 0, config.temperature))
+        device.executable(device.run, plan.loop, *inputs(target, drafter, plan, prompts, 0, config.temperature))
 
     began = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         list(pool.map(one, configs))
     return time.perf_counter() - began
-
-
-def stream_tokens(
-    target: Target,
-    drafter: Drafter | None,
-    prompt: Prompt,
-    config: DecodeConfig | None = None,
-    *,
-    rounds_per_step: int = 1,
-) -> Iterator[list[int]]:
-    """Yields the tokens of one prompt as they are committed, after every `rounds_per_step` rounds.
-
-    The tokens are those of `generate`. Settings are checked at once, not at the first item.
-    """
-    if rounds_per_step < 1:
-        raise ValueError(f"rounds_per_step must be 1 or more; found {rounds_per_step!r}")
-    config = config or DecodeConfig()
-    encoded, plan = _prepare(target, drafter, [prompt], config)
-    return _stream(target, drafter, plan, encoded, config.temperature, rounds_per_step)
-
-
-def stream(
-    target: Target,
-    drafter: Drafter | None,
-    prompt: Prompt,
-    config: DecodeConfig | None = None,
-    *,
-    rounds_per_step: int = 1,
-) -> Iterator[str]:
-    """Yields the text of one prompt as it is committed; a character is never split. See `stream_tokens`."""
-    if target.tokenizer is None:
-        raise ValueError("this target has no tokenizer; use stream_tokens")
-    chunks = stream_tokens(target, drafter, prompt, config, rounds_per_step=rounds_per_step)
-    return _decode_stream(IncrementalDecoder(target.tokenizer), chunks)
-
-
-def _decode_stream(decoder: IncrementalDecoder, chunks: Iterator[list[int]]) -> Iterator[str]:
-    for tokens in chunks:
-        if text := decoder.push(tokens):
-            yield text
-    if text := decoder.flush():
-        yield text
-
-
-def _stream(target, drafter, plan: Plan, encoded, temperature, rounds_per_step) -> Iterator[list[int]]:
-    params, request, *_, state = args = _inputs(target, drafter, plan, encoded, 0, temperature)
-    state = device.executable(device.start, plan.loop, *args)[0](*args)
-    steps = jnp.int32(rounds_per_step)
-    step = device.executable(device.advance, plan.loop, params, request, state, steps)[0]
-    sent = 0
-    while True:
-        count, finished = int(state.num_tokens[0]), bool(state.done[0])
-        if count > sent:
-            yield np.asarray(state.tokens[0, sent:count]).tolist()
-        if finished:
-            return
-        sent = count
-        state = step(params, request, state, steps)
-
-
-def _prepare(target: Target, drafter: Drafter | None, prompts, config: DecodeConfig) -> tuple[list[list[int]], Plan]:
-    if isinstance(prompts, str):
-        prompts = [prompts]
-    encoded = [_encode(target, prompt, i) for i, prompt in enumerate(prompts)]
-    plan = make_plan(config, target.config, None if drafter is None else drafter.config, [len(e) for e in encoded])
-    return encoded, plan
-
-
-def _encode(target: Target, prompt: Prompt, index: int) -> list[int]:
-    try:
-        tokens = encode_prompt(target.tokenizer, prompt)
-    except ValueError as error:
-        raise ValueError(f"prompt {index}: {error}") from None
-    for token in tokens:
-        if not 0 <= token < target.config.vocab_size:
-            raise ValueError(f"prompt {index}: token ids must be in 0..{target.config.vocab_size - 1}; found {token}")
-    return tokens
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _empty_state(loop, batch, cache_rows, output_rows) -> DecodeState:
-    return loop.init_state(batch, cache_rows, output_rows)
-
-
-def _inputs(target: Target, drafter: Drafter | None, plan: Plan, encoded, first: int, temperature: float):
-    """Arguments of `device.run` for the batch that begins at prompt `first`; missing slots have a limit of 0."""
-    batch = slice(first, first + plan.batch)
-    missing = plan.batch - len(encoded[batch])
-    prompt = np.zeros((plan.batch, plan.prompt_rows), np.int32)
-    for slot, tokens in enumerate(encoded[batch]):
-        prompt[slot, : len(tokens)] = tokens
-    lengths = np.array([len(e) for e in encoded[batch]] + [0] * missing, np.int32)
-    stops = np.full(bucket(len(plan.stop_token_ids) or 1), -1, np.int32)
-    stops[: len(plan.stop_token_ids)] = plan.stop_token_ids
-    request = Request(
-        limit=np.array((*plan.limits[batch], *[0] * missing), np.int32),
-        seeds=np.array((*plan.seeds[batch], *[0] * missing), np.uint32),
-        stop_tokens=stops,
-        temperature=np.float32(temperature),
-    )
-    uses_drafter = bool(plan.loop.proposer.taps)
-    params = {"target": target.params, "drafter": drafter.params if uses_drafter else None}
-    state = _empty_state(plan.loop, plan.batch, plan.cache_rows, plan.output_rows)
-    return params, *jax.device_put((request, prompt, lengths)), state
-

@@ -4,6 +4,7 @@ Everything here is frozen and hashable: a config is a static argument of every j
 """
 
 import dataclasses
+import itertools
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -153,12 +154,18 @@ class DrafterConfig(_Serializable):
 def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
     """Taps spread evenly from block 1 to the third block from the end, as the z-lab reference spreads them.
 
-    (36, 5) gives (1, 9, 17, 25, 33). `round` is Python's, to even at halves. One tap sits in the middle.
+    (36, 5) gives (1, 9, 17, 25, 33); one tap sits in the middle. `round` is Python's, to even at halves. The last
+    blocks serve the target's own next token and help a drafter less.
+
+    Raises:
+      ValueError: the target has too few layers for so many taps.
     """
     if num_taps == 1:
         return (num_layers // 2,)
-    span = num_layers - 4
-    return tuple(round(1 + i * span / (num_taps - 1)) for i in range(num_taps))
+    taps = tuple(round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps))
+    if taps[0] < 0 or any(a >= b for a, b in itertools.pairwise(taps)):
+        raise ValueError(f"{num_taps} taps do not fit a target of {num_layers} layers; name the taps instead")
+    return taps
 
 
 METHODS = ("autoregressive", "dflash", "ddtree")

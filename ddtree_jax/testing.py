@@ -14,8 +14,8 @@ import tokenizers.decoders
 import tokenizers.models
 import tokenizers.pre_tokenizers
 
-from ddtree_jax.api import Drafter, Target
 from ddtree_jax.config import DrafterConfig, RopeConfig, TargetConfig, default_taps
+from ddtree_jax.loading import Drafter, Target
 from ddtree_jax.models.abstract import init_params
 
 
@@ -57,7 +57,9 @@ def tiny_drafter(target: Target, seed: int = 1, **overrides) -> Drafter:
     return Drafter(config, init_params(config, jax.random.key(seed)))
 
 
-def random_dflash(target: Target, *, mask_token_id: int, num_layers: int = 3, block_size: int = 16, seed: int = 0) -> Drafter:
+def random_dflash(
+    target: Target, *, mask_token_id: int, num_layers: int = 3, block_size: int = 16, seed: int = 0
+) -> Drafter:
     """A DFlash drafter of the target's own geometry with random weights: the right cost, no skill."""
     t = target.config
     taps = default_taps(t.num_layers, min(num_layers, t.num_layers))

@@ -44,7 +44,9 @@ def test_json_lines(pair, capsys, tmp_path):
 
 
 def test_side_by_side(pair, capsys):
-    code, out, _ = run(capsys, *pair, "--prompt", "hello", "--method", "all", "--num-nodes", "16", "--max-new-tokens", "12")
+    code, out, _ = run(
+        capsys, *pair, "--prompt", "hello", "--method", "all", "--num-nodes", "16", "--max-new-tokens", "12"
+    )
     assert code == 0
     assert "all methods wrote the same text" in out
     for column in ("autoregressive", "dflash", "ddtree", "tokens/s", "rounds"):

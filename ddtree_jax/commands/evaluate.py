@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ddtree_jax.api import compile_ahead, load_drafter, load_target
+from ddtree_jax.api import compile_ahead
 from ddtree_jax.config import METHODS, DecodeConfig
 from ddtree_jax.decode.plan import bucket
 from ddtree_jax.evaluation import runs
 from ddtree_jax.evaluation.plots import plot_all
 from ddtree_jax.evaluation.summary import COLUMNS, cells, markdown, summarise
+from ddtree_jax.loading import load_drafter, load_target
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +58,9 @@ def main(args: argparse.Namespace) -> int:
         )
     console.print(f"compiled {len(configs)} programs in {seconds:.0f} s")
 
-    total = len(todo) * sum(sum(t < len(r.turns) for t in range(args.turns)) for records in sets.values() for r in records)
+    total = len(todo) * sum(
+        sum(t < len(r.turns) for t in range(args.turns)) for records in sets.values() for r in records
+    )
     columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("", total=total)

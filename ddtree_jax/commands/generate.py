@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ddtree_jax.api import Drafter, Generation, Target, load_drafter, load_target
+from ddtree_jax.api import Generation
 from ddtree_jax.api import generate as run
 from ddtree_jax.config import METHODS, DecodeConfig
+from ddtree_jax.loading import Drafter, Target, load_drafter, load_target
 from ddtree_jax.prompts import Prompt, read_prompt_file
 
 
@@ -143,5 +144,7 @@ def main(args: argparse.Namespace) -> int:
         verdict = compare(results)
         console.print(f"[bold]{verdict}[/bold]")
         if target.config.dtype != "float32" and "differ" in verdict:
-            console.print(f"In {target.config.dtype}, matrices of other shapes may flip a near-tie; float32 shows exact equality.")
+            console.print(
+                f"In {target.config.dtype}, matrices of other shapes may flip a near-tie; float32 shows exact equality."
+            )
     return 0

@@ -11,6 +11,7 @@ Shape letters: B slots, N nodes, P rows committed a round at most, S prompt rows
 import dataclasses
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,9 +21,26 @@ from ddtree_jax.decode.proposers import Proposer
 from ddtree_jax.decode.sampling import draw
 from ddtree_jax.decode.state import DecodeState, Request, clip_commit, write_rows
 from ddtree_jax.models.cache import KVCache, append_rows, commit_path
-from ddtree_jax.models.decoder import Decoder
+from ddtree_jax.models.decoder import Decoder, TargetPass
 from ddtree_jax.models.dflash import block_visibility
-from ddtree_jax.tree import accept, gather_path
+from ddtree_jax.tree import Acceptance, DraftTree, accept, gather_path
+
+
+@flax.struct.dataclass
+class Verified:
+    """A round before its commit.
+
+    Attributes:
+      tree: what was drafted.
+      out: the target's pass over it.
+      draws: [B, N] int32, the target's own token at every node.
+      walk: the path that the draws follow.
+    """
+
+    tree: DraftTree
+    out: TargetPass
+    draws: jax.Array
+    walk: Acceptance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +65,12 @@ class DecodeLoop:
         zeros = lambda *shape: jnp.zeros(shape, jnp.int32)  # noqa: E731
         return DecodeState(
             target_cache=KVCache.empty(
-                num_layers=c.num_layers, batch=batch, num_kv_heads=c.num_kv_heads, rows=cache_rows,
-                head_dim=c.head_dim, dtype=c.jax_dtype,
+                num_layers=c.num_layers,
+                batch=batch,
+                num_kv_heads=c.num_kv_heads,
+                rows=cache_rows,
+                head_dim=c.head_dim,
+                dtype=c.jax_dtype,
             ),  # fmt: skip
             drafter_cache=self.proposer.init_cache(batch, cache_rows),
             root=zeros(batch),
@@ -65,7 +87,8 @@ class DecodeLoop:
         S is a multiple of `chunk`; passes that hold no live token are skipped.
         """
         chunk, taps = self.chunk, self.proposer.taps
-        causal = jnp.broadcast_to(jnp.asarray(block_visibility(chunk, causal=True))[None], (prompt.shape[0], chunk, -(-chunk // 32)))
+        causal = jnp.asarray(block_visibility(chunk, causal=True))
+        causal = jnp.broadcast_to(causal[None], (prompt.shape[0], *causal.shape))
 
         def one_chunk(carry):
             start, cache, drafter_cache, last_hidden = carry
@@ -91,7 +114,8 @@ class DecodeLoop:
             one_chunk,
             (jnp.int32(0), state.target_cache, state.drafter_cache, first),
         )
-        root = self._draw(params, request, hidden[:, None], jnp.zeros_like(prompt_length)[:, None], cache.length, 1)[:, 0]
+        depth = jnp.zeros_like(prompt_length)[:, None]
+        root = self._draw(params, request, hidden[:, None], depth, cache.length, 1)[:, 0]
         live = request.limit > 0
         _, stopped = clip_commit(root[:, None], jnp.ones_like(root), request.limit, request.stop_tokens)
         return state.replace(
@@ -103,25 +127,27 @@ class DecodeLoop:
             done=~live | stopped,
         )
 
-    def decode_round(self, params: Any, request: Request, state: DecodeState) -> DecodeState:
-        """Drafts a tree, verifies it in one pass of the target and commits the path that the target drew itself."""
+    def verify(self, params: Any, request: Request, state: DecodeState) -> Verified:
+        """Drafts a tree and takes the target's own draw at each of its nodes, in one pass of the target."""
         proposer = self.proposer
         start = state.target_cache.length
         tree = proposer.propose(params["drafter"], params["target"], state.drafter_cache, state.root)
         positions = start[:, None] + tree.depth
         out = self._target(params, tree.tokens, positions, tree.ancestors, state.target_cache, proposer.taps)
         draws = self._draw(params, request, out.hidden, tree.depth, start + 1, proposer.max_path)
-        walk = accept(tree, draws, max_path=proposer.max_path)
+        return Verified(tree, out, draws, accept(tree, draws, max_path=proposer.max_path))
 
-        room = request.limit - state.num_tokens
-        count, ended = clip_commit(walk.tokens, walk.length, room, request.stop_tokens)
+    def commit(self, params: Any, request: Request, state: DecodeState, verified: Verified) -> DecodeState:
+        """Appends the accepted path to the text and to both caches, cut at a stop token and at the limit."""
+        walk, out = verified.walk, verified.out
+        count, ended = clip_commit(walk.tokens, walk.length, request.limit - state.num_tokens, request.stop_tokens)
         count = jnp.where(state.done, 0, count)
         features = None if out.features is None else gather_path(out.features, walk.path)
         last = jnp.take_along_axis(walk.tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
         active = (~state.done).astype(jnp.int32)
         return DecodeState(
             target_cache=commit_path(state.target_cache, out.tree_kv, walk.path, count),
-            drafter_cache=proposer.absorb(params["drafter"], state.drafter_cache, features, count),
+            drafter_cache=self.proposer.absorb(params["drafter"], state.drafter_cache, features, count),
             root=jnp.where(state.done, state.root, last),
             tokens=write_rows(state.tokens, walk.tokens, state.num_tokens),
             num_tokens=state.num_tokens + count,
@@ -129,6 +155,10 @@ class DecodeLoop:
             rounds=state.rounds + active,
             done=state.done | ended,
         )
+
+    def decode_round(self, params: Any, request: Request, state: DecodeState) -> DecodeState:
+        """One round: pure, static in shape."""
+        return self.commit(params, request, state, self.verify(params, request, state))
 
     def advance(self, params: Any, request: Request, state: DecodeState, max_rounds: jax.Array) -> DecodeState:
         """Rounds until every slot is done, `max_rounds` [] int32 at most."""

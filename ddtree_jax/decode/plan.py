@@ -65,7 +65,10 @@ def check_config(config: DecodeConfig, target: TargetConfig, drafter: DrafterCon
         c.method == "autoregressive" or drafter is not None, f"method {c.method!r} needs a drafter, and none was given"
     )
     low = 2 if c.method == "ddtree" else 1
-    _check(_is_int(c.num_nodes, low, MAX_NODES), f"num_nodes must be {low}..{MAX_NODES}, root included; found {c.num_nodes!r}")
+    _check(
+        _is_int(c.num_nodes, low, MAX_NODES),
+        f"num_nodes must be {low}..{MAX_NODES}, root included; found {c.num_nodes!r}",
+    )
     if c.draft_depth is not None:
         most = drafter.depth if drafter is not None else None
         _check(

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from ddtree_jax.decode.loop import ALL_ROUNDS, DecodeLoop
+from ddtree_jax.decode.loop import ALL_ROUNDS, DecodeLoop, Verified
 from ddtree_jax.decode.state import DecodeState, Request
 
 
@@ -21,6 +21,12 @@ def start(loop: DecodeLoop, params: Any, request: Request, prompt, prompt_length
 def advance(loop: DecodeLoop, params: Any, request: Request, state: DecodeState, max_rounds) -> DecodeState:
     """At most `max_rounds` rounds, for streaming."""
     return loop.advance(params, request, state, max_rounds)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def verify(loop: DecodeLoop, params: Any, request: Request, state: DecodeState) -> Verified:
+    """The next round before its commit; the state stays as it is. For looking at trees."""
+    return loop.verify(params, request, state)
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
@@ -38,9 +44,9 @@ def executable(function: Callable, loop: DecodeLoop, *args: Any) -> tuple[Callab
 
     Compiling ahead of the call keeps compile time out of every reported speed.
     """
-    avals = jax.tree.map(lambda x: (x.shape, x.dtype.name, getattr(x, "sharding", None)), args)
-    leaves, structure = jax.tree.flatten(avals, is_leaf=lambda x: isinstance(x, tuple) and len(x) == 3 and isinstance(x[1], str))
-    key = (function.__name__, loop, structure, tuple(leaves))
+    leaves, structure = jax.tree.flatten(args)
+    shapes = tuple((x.shape, x.dtype.name, getattr(x, "sharding", None)) for x in leaves)
+    key = (function.__name__, loop, structure, shapes)
     if key in _executables:
         return _executables[key], 0.0
     began = time.perf_counter()

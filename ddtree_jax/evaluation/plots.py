@@ -55,7 +55,9 @@ def _histogram(rows, path):
     for i, row in enumerate(drafted):
         counts = {int(k): v for k, v in row["histogram"].items()}
         total = sum(counts.values()) or 1
-        axes.bar([n + i * width for n in counts], [100 * v / total for v in counts.values()], width, label=row["variant"])
+        axes.bar(
+            [n + i * width for n in counts], [100 * v / total for v in counts.values()], width, label=row["variant"]
+        )
     axes.set_xlabel("tokens committed by a round")
     axes.set_ylabel("rounds, %")
     if drafted:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddtree_jax.api import Drafter, Target, generate
+from ddtree_jax.api import generate
 from ddtree_jax.config import DecodeConfig
+from ddtree_jax.loading import Drafter, Target
 from ddtree_jax.prompts import PromptRecord, encode_prompt, read_prompt_file
 
 PROMPTS_PER_WRITE = 8
@@ -124,7 +125,9 @@ def questions(
     return out
 
 
-def longest_prompt(target: Target, sets: dict[str, list[PromptRecord]], turns: int, chat: bool, max_new_tokens: int) -> int:
+def longest_prompt(
+    target: Target, sets: dict[str, list[PromptRecord]], turns: int, chat: bool, max_new_tokens: int
+) -> int:
     """Tokens of the longest prompt to come, answers to earlier turns counted at their longest."""
     longest = 0
     for name, records in sets.items():

@@ -85,7 +85,9 @@ def _averages(rows: Sequence[dict]) -> list[dict]:
             key: statistics.fmean(values) if (values := [r[key] for r in group if r[key] is not None]) else None
             for key in ("accepted", "tokens_per_second", "looping", "speedup")
         }
-        total = {key: sum(r[key] for r in group) for key in ("prompts", "new_tokens", "rounds", "same_text", "compared")}
+        total = {
+            key: sum(r[key] for r in group) for key in ("prompts", "new_tokens", "rounds", "same_text", "compared")
+        }
         out.append(
             {"set": "all", "variant": variant}
             | total

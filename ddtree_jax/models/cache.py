@@ -28,8 +28,10 @@ class KVCache:
     @classmethod
     def empty(cls, *, num_layers: int, batch: int, num_kv_heads: int, rows: int, head_dim: int, dtype: jnp.dtype):
         """A cache of no live rows. Every array is its own buffer, so that all of them can be donated."""
+
         def make():
             return tuple(jnp.zeros((batch, num_kv_heads, rows, head_dim), dtype) for _ in range(num_layers))
+
         return cls(keys=make(), values=make(), length=jnp.zeros((batch,), jnp.int32))
 
 
@@ -49,10 +51,13 @@ def commit_path(cache: KVCache, tree_kv: TreeKV, path: jax.Array, count: jax.Arr
 
 def append_rows(cache: KVCache, rows: TreeKV, count: jax.Array) -> KVCache:
     """Appends consecutive rows [B, K, R, D]; `count` [B] of them are live, the rest lie past the new length."""
+
     def write(old, new):
         def one(c, t, n):
             return jax.lax.dynamic_update_slice(c, t, (0, n, 0))
+
         return jax.vmap(one)(old, new, cache.length)
+
     keys = tuple(write(c, t[0]) for c, t in zip(cache.keys, rows, strict=True))
     values = tuple(write(c, t[1]) for c, t in zip(cache.values, rows, strict=True))
     return KVCache(keys=keys, values=values, length=cache.length + count)

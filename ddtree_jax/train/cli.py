@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from ddtree_jax.api import Target, load_target
 from ddtree_jax.checkpoint import save_checkpoint
+from ddtree_jax.loading import Target, load_target
 from ddtree_jax.train.config import TrainConfig, drafter_config, load_config
 from ddtree_jax.train.data import Document, Rows, pack
 from ddtree_jax.train.prepare import answer_prompts, encode_files

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Self
 
-from ddtree_jax.config import DrafterConfig, TargetConfig
+from ddtree_jax.config import DrafterConfig, TargetConfig, default_taps
 
 LOSSES = ("decay", "dpace", "decay+dpace")
 INITS = ("random", "norm", "layers")
@@ -229,19 +229,6 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Tr
         return TrainConfig.from_json(data | (overrides or {}))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
-    """Taps spread evenly from block 1 to block `num_layers` - 3, as the published drafters have them.
-
-    The last blocks serve the target's own next token and help a drafter less. Raises ValueError if there are too few.
-    """
-    if num_taps == 1:
-        return (num_layers // 2,)
-    taps = tuple(round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps))
-    if len(set(taps)) != num_taps or taps[0] < 0 or not _ascending(taps):
-        raise ValueError(f"num_taps: {num_taps} taps do not fit a target of {num_layers} layers; set taps yourself")
-    return taps
 
 
 def _ascending(taps: tuple[int, ...]) -> bool:

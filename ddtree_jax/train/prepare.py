@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ddtree_jax.api import Target
+from ddtree_jax.loading import Target
 from ddtree_jax.prompts import encode_prompt, read_prompt_file
 from ddtree_jax.train.answering import Question, answer, request_seed
 from ddtree_jax.train.answers import Answer, AnswerStore, Manifest, digest_of, fingerprint

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ddtree_jax.api import Target
 from ddtree_jax.config import DrafterConfig
+from ddtree_jax.loading import Target
 from ddtree_jax.train.answers import fingerprint
 from ddtree_jax.train.checkpoints import Checkpoints, TrainingError
 from ddtree_jax.train.config import TrainConfig

@@ -5,12 +5,12 @@ import json
 import pytest
 import synthetic_checkpoints as synthetic
 
-from convert.drafter_config import attention_kinds, default_target_layer_ids, drafter_config
+from convert.drafter_config import attention_kinds, drafter_config
 from convert.errors import ConversionError, ConversionWarning
 from convert.fields import Fields
 from convert.hf_config import sliding_windows, target_config
 from convert.rope_config import rope_config
-from ddtree_jax.config import RopeConfig
+from ddtree_jax.config import RopeConfig, default_taps
 
 
 def fields(**data):
@@ -134,7 +134,7 @@ def test_use_swa_beside_sliding_layers():
     ],
 )
 def test_default_taps(target_layers, draft_layers, expected):
-    assert default_target_layer_ids(target_layers, draft_layers) == expected
+    assert default_taps(target_layers, draft_layers) == expected
 
 
 @pytest.fixture

@@ -7,12 +7,12 @@ import pytest
 
 import ddtree_jax as dt
 from ddtree_jax import testing
-from ddtree_jax.api import _inputs
 from ddtree_jax.decode import run as device
 from ddtree_jax.decode.loop import ALL_ROUNDS
 from ddtree_jax.decode.plan import make_plan
 from ddtree_jax.models.abstract import check_fits
 from ddtree_jax.models.dflash import DFlash
+from ddtree_jax.prepare import inputs
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def pair():
 def arguments(pair, prompts, **settings):
     config = dt.DecodeConfig(num_nodes=16, max_new_tokens=24, stop_token_ids=(), **settings)
     plan = make_plan(config, pair[0].config, pair[1].config, [len(p) for p in prompts])
-    return plan, _inputs(*pair, plan, prompts, 0, config.temperature)
+    return plan, inputs(*pair, plan, prompts, 0, config.temperature)
 
 
 def test_no_recompilation_within_a_bucket(pair):
@@ -71,6 +71,18 @@ def test_stream_equals_generate(pair, temperature):
         pieces = list(dt.stream_tokens(*pair, [4, 2], config, rounds_per_step=step))
         assert sum(pieces, []) == whole
         assert all(pieces)
+
+
+def test_trace_shows_what_generate_commits(pair):
+    config = dt.DecodeConfig(num_nodes=16, max_new_tokens=24, stop_token_ids=())
+    whole = dt.generate(*pair, [[4, 2]], config)
+    rounds = list(dt.trace(*pair, [4, 2], config))
+    text = [4, 2] + whole.tokens[0][:1]
+    for seen, accepted in zip(rounds, whole.accepted_lengths[0], strict=True):
+        assert seen.text_tokens == text
+        assert int(seen.tree.tokens[0, 0]) == text[-1]
+        text += seen.walk.tokens[0, :accepted].tolist()
+    assert text[2:] == whole.tokens[0]
 
 
 def test_drafter_cache_equals_a_full_recompute(pair):

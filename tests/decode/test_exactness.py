@@ -10,9 +10,9 @@ from scripted import Scripted
 
 import ddtree_jax as dt
 from ddtree_jax import testing
-from ddtree_jax.api import _empty_state, _inputs
 from ddtree_jax.decode import run as device
 from ddtree_jax.decode.plan import make_plan
+from ddtree_jax.prepare import empty_state, inputs
 
 PROMPTS = [[3, 1, 4, 1, 5], [9] * 19, [2, 7]]
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -105,8 +105,8 @@ def scripted_run(target, proposer, scripts, temperature, prompts, **settings):
         output_rows=plan.output_rows + proposer.max_path,
         batch=len(prompts),
     )
-    params, request, prompt, lengths, _ = _inputs(target, dt.Drafter(None, None), plan, prompts, 0, temperature)
-    state = _empty_state(plan.loop, plan.batch, plan.cache_rows, plan.output_rows)
+    params, request, prompt, lengths, _ = inputs(target, dt.Drafter(None, None), plan, prompts, 0, temperature)
+    state = empty_state(plan.loop, plan.batch, plan.cache_rows, plan.output_rows)
     params = {"target": target.params, "drafter": jnp.asarray(scripts)}
     state = jax.device_get(device.run(plan.loop, params, request, prompt, lengths, state))
     tokens = [state.tokens[i, : state.num_tokens[i]].tolist() for i in range(len(prompts))]

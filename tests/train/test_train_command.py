@@ -11,8 +11,8 @@ from tiny_train import tiny_config, tiny_target
 
 from ddtree_jax import testing
 from ddtree_jax.__main__ import main
-from ddtree_jax.api import load_drafter, load_target
 from ddtree_jax.checkpoint import save_checkpoint
+from ddtree_jax.loading import load_drafter, load_target
 from ddtree_jax.train import answers, checkpoints
 
 PROMPTS = ["one", "two!", "three?"]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tiny_train import LENGTH, random_documents
 
+from ddtree_jax.config import default_taps
 from ddtree_jax.train.answers import Answer, AnswerStore, Manifest, digest_of
-from ddtree_jax.train.config import default_taps
 from ddtree_jax.train.data import Document, batch_index, pack, steps_per_epoch
 from ddtree_jax.train.evaluate import walk
 

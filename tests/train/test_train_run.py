@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny_train import LENGTH, tiny_config, tiny_rows, tiny_target
 
-from ddtree_jax.api import Drafter, generate
+from ddtree_jax.api import generate
 from ddtree_jax.config import DecodeConfig
 from ddtree_jax.train import trainer
 from ddtree_jax.train.answering import request_seed

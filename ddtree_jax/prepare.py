@@ -1,0 +1,63 @@
+"""From prompts and settings to the arguments of the jitted loop."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from ddtree_jax.config import DecodeConfig
+from ddtree_jax.decode.plan import Plan, bucket, make_plan
+from ddtree_jax.decode.state import DecodeState, Request
+from ddtree_jax.loading import Drafter, Target
+from ddtree_jax.prompts import Prompt, encode_prompt
+
+
+def prepare(
+    target: Target, drafter: Drafter | None, prompts: Prompt | Sequence[Prompt], config: DecodeConfig
+) -> tuple[list[list[int]], Plan]:
+    """Token ids of every prompt, and the plan. Raises ValueError on anything that cannot be decoded."""
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    encoded = [_encode(target, prompt, i) for i, prompt in enumerate(prompts)]
+    plan = make_plan(config, target.config, None if drafter is None else drafter.config, [len(e) for e in encoded])
+    return encoded, plan
+
+
+def _encode(target: Target, prompt: Prompt, index: int) -> list[int]:
+    try:
+        tokens = encode_prompt(target.tokenizer, prompt)
+    except ValueError as error:
+        raise ValueError(f"prompt {index}: {error}") from None
+    for token in tokens:
+        if not 0 <= token < target.config.vocab_size:
+            raise ValueError(f"prompt {index}: token ids must be in 0..{target.config.vocab_size - 1}; found {token}")
+    return tokens
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def empty_state(loop, batch, cache_rows, output_rows) -> DecodeState:
+    """`DecodeLoop.init_state`, made on the device."""
+    return loop.init_state(batch, cache_rows, output_rows)
+
+
+def inputs(target: Target, drafter: Drafter | None, plan: Plan, encoded, first: int, temperature: float):
+    """Arguments of `device.run` for the batch that begins at prompt `first`; missing slots have a limit of 0."""
+    batch = slice(first, first + plan.batch)
+    missing = plan.batch - len(encoded[batch])
+    prompt = np.zeros((plan.batch, plan.prompt_rows), np.int32)
+    for slot, tokens in enumerate(encoded[batch]):
+        prompt[slot, : len(tokens)] = tokens
+    lengths = np.array([len(e) for e in encoded[batch]] + [0] * missing, np.int32)
+    stops = np.full(bucket(len(plan.stop_token_ids) or 1), -1, np.int32)
+    stops[: len(plan.stop_token_ids)] = plan.stop_token_ids
+    request = Request(
+        limit=np.array((*plan.limits[batch], *[0] * missing), np.int32),
+        seeds=np.array((*plan.seeds[batch], *[0] * missing), np.uint32),
+        stop_tokens=stops,
+        temperature=np.float32(temperature),
+    )
+    uses_drafter = bool(plan.loop.proposer.taps)
+    params = {"target": target.params, "drafter": drafter.params if uses_drafter else None}
+    state = empty_state(plan.loop, plan.batch, plan.cache_rows, plan.output_rows)
+    return params, *jax.device_put((request, prompt, lengths)), state
