@@ -89,7 +89,7 @@ _TINY_TEMPLATE = (
 
 
 def tiny_tokenizer_files() -> dict[str, bytes]:
-    """Files of a byte-level tokenizer with a chat template: special tokens first (0 ends a text), then the 256 bytes."""
+    """Files of a byte-level tokenizer with a chat template: special tokens first (0 ends a text), then 256 bytes."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: i for i, token in enumerate((*TINY_SPECIAL_TOKENS, *alphabet))}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))

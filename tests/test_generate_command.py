@@ -29,8 +29,8 @@ def test_json_lines(pair, capsys, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": "a", "turns": ["one two"]}\n{"id": "b", "turns": ["three"]}\n')
     code, out, _ = run(
-        capsys, *pair, "--prompts", str(prompts), "--chat", "--method", "all", "--num-nodes", "16", "--max-new-tokens", "12",
-        "--temperature", "1", "--seed", "5", "--json",
+        capsys, *pair, "--prompts", str(prompts), "--chat", "--method", "all", "--num-nodes", "16", "--max-new-tokens",
+        "12", "--temperature", "1", "--seed", "5", "--json",
     )  # fmt: skip
     assert code == 0
     records = [json.loads(line) for line in out.splitlines()]

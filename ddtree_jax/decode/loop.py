@@ -71,7 +71,7 @@ class DecodeLoop:
                 rows=cache_rows,
                 head_dim=c.head_dim,
                 dtype=c.jax_dtype,
-            ),  # fmt: skip
+            ),
             drafter_cache=self.proposer.init_cache(batch, cache_rows),
             root=zeros(batch),
             tokens=zeros(batch, output_rows),

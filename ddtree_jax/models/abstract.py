@@ -1,6 +1,7 @@
 """Parameter trees as shapes, without a weight in memory, and the check that a drafter fits a target."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -50,6 +51,6 @@ def check_fits(drafter: DrafterConfig, target: TargetConfig) -> None:
     require("target_vocab_size", t.vocab_size, d.target_vocab_size, d.target_vocab_size == t.vocab_size)
     require("mask_token_id", f"0..{t.vocab_size - 1}", d.mask_token_id, 0 <= d.mask_token_id < t.vocab_size)
     ids = d.target_layer_ids
-    ascending = all(a < b for a, b in zip(ids, ids[1:]))
+    ascending = all(a < b for a, b in itertools.pairwise(ids))
     in_range = bool(ids) and ids[0] >= 0 and ids[-1] < t.num_layers
     require("target_layer_ids", f"ascending block ids in 0..{t.num_layers - 1}", list(ids), ascending and in_range)

@@ -1,4 +1,4 @@
-"""A proposer that knows part of the text: long accepted paths through branching trees, which random drafters never give.
+"""A proposer that knows the text: long accepted paths through branching trees, which random drafters never give.
 
 Its marginals put the true token of each depth at a rank drawn from (slot, position), so that paths leave the spine,
 end early or run to the last depth. What it proposes depends on the text so far alone, as for any drafter.

@@ -9,6 +9,7 @@ from tiny_train import LENGTH, tiny_config, tiny_rows, tiny_target
 
 from ddtree_jax.api import generate
 from ddtree_jax.config import DecodeConfig
+from ddtree_jax.loading import Drafter
 from ddtree_jax.train import trainer
 from ddtree_jax.train.answering import request_seed
 from ddtree_jax.train.checkpoints import Checkpoints, TrainingError, read_state
