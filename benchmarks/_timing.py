@@ -23,7 +23,7 @@ def floor_us(bytes_moved: float, flop: float) -> float:
 
 
 def compile_loop(call: Callable, carry: Any, operand_sets: Sequence[tuple], iterations: int):
-    """Compiles `iterations` rounds of carry = call(carry, *operands) over all the sets; the carry's type must not change."""
+    """Compiles `iterations` rounds of carry = call(carry, *operands) over all the sets; the carry keeps its type."""
     one = jax.jit(call)  # traced and lowered once, however many sets there are
 
     @jax.jit
@@ -51,7 +51,7 @@ def time_loop_us(loop, carry: Any, operand_sets: Sequence[tuple], iterations: in
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Holds the lock file named by BENCHMARK_LOCK, if set: several processes may compile while only one of them measures."""
+    """Holds the lock file named by BENCHMARK_LOCK, if any: several processes may compile while one measures."""
     path = os.environ.get("BENCHMARK_LOCK")
     if not path:
         yield

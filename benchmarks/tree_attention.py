@@ -4,13 +4,15 @@
   python -m benchmarks.tree_attention --sweep         every configuration that fits, for each shape
   python -m benchmarks.tree_attention --only 64x8192  shapes whose name contains the text
 
-Times are microseconds of one call inside a device loop, over as many caches as exceed the level-2 cache. Needs a Hopper GPU.
+Times are microseconds of one call inside a device loop, over as many caches as exceed the level-2 cache.
+Needs a Hopper GPU. cuDNN gets its operands (one joined sequence, a boolean mask) ready-made.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -20,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import _timing
-from pallas_kernels.tree_attention import mosaic_gpu, packing, reference, tree_attention
+from pallas_kernels.tree_attention import masks, mosaic_gpu, packing, reference, tree_attention
 from pallas_kernels.tree_attention.config import Config
 
 _LEVEL_2_BYTES = 60e6
@@ -91,7 +93,10 @@ def make_operands(shape: Shape, count: int, seed: int = 0):
     rng = np.random.default_rng(seed)
     b, n, k, d = shape.slots, shape.nodes, shape.kv_heads, shape.head_dim
     keys = jax.random.split(jax.random.key(seed), 1 + 4 * count)
-    draw = lambda key, *dims: jax.random.normal(key, dims, jnp.bfloat16)
+
+    def draw(key, *dims):
+        return jax.random.normal(key, dims, jnp.bfloat16)
+
     ancestors = jnp.asarray(np.broadcast_to(random_tree(rng, n), (b, n, -(-n // 32))))
     lengths = jnp.full((b,), shape.context, jnp.int32)
     sets = []
@@ -117,18 +122,17 @@ def candidates(shape: Shape) -> list[Config]:
     return found
 
 
-def cudnn(q, k_cache, v_cache, lengths, k_tree, v_tree, ancestors, *, scale):
-    """The same attention through cuDNN: one concatenated sequence and a boolean mask."""
-    nodes, context = q.shape[1], k_cache.shape[2]
-    shifts = jnp.arange(32, dtype=jnp.uint32)
-    bits = (ancestors[..., None] >> shifts[None, None, None, :]) & jnp.uint32(1)
-    tree = bits.reshape(*ancestors.shape[:2], -1)[..., :nodes] == 1
-    prefix = jnp.broadcast_to((jnp.arange(context)[None, :] < lengths[:, None])[:, None, :], (*tree.shape[:2], context))
-    mask = jnp.concatenate([prefix, tree], axis=-1)[:, None]
-    join = lambda a, b: jnp.concatenate([a, b], axis=2).transpose(0, 2, 1, 3)
-    return jax.nn.dot_product_attention(
-        q, join(k_cache, k_tree), join(v_cache, v_tree), mask=mask, scale=scale, implementation="cudnn"
+@jax.jit
+def join(k_cache, v_cache, lengths, k_tree, v_tree, ancestors):
+    """Operands for cuDNN: keys and values [B, C + N, K, D] in one sequence, and their mask [B, 1, N, C + N] bool."""
+    nodes, context = k_tree.shape[2], k_cache.shape[2]
+    prefix = jnp.arange(context)[None, :] < lengths[:, None]
+    prefix = jnp.broadcast_to(prefix[:, None, :], (len(lengths), nodes, context))
+    mask = jnp.concatenate([prefix, masks.unpack_bits(ancestors, nodes)], axis=-1)[:, None]
+    keys, values = (
+        jnp.concatenate(pair, axis=2).transpose(0, 2, 1, 3) for pair in ((k_cache, k_tree), (v_cache, v_tree))
     )
+    return keys, values, mask
 
 
 def wanted_output(q, operands, scale: float) -> jax.Array:
@@ -160,11 +164,9 @@ def measure(shape: Shape, name: str, call, q, sets, wanted=None) -> None:
         tflop_per_s=round(shape.flop / us / 1e6, 1),
         target_us=shape.target_us,
     )
-    print(
-        f"{shape.name:>22} {name:<48} {us:9.2f} us  floor {shape.floor_us:7.2f}  x{us / shape.floor_us:5.2f}"
-        f"  {shape.bytes / us / 1e3:6.0f} GB/s {shape.flop / us / 1e6:6.1f} TFLOP/s  error {record.get('error', float('nan')):.1e}",
-        flush=True,
-    )
+    rates = f"{record['gb_per_s']:6.0f} GB/s {record['tflop_per_s']:6.1f} TFLOP/s"
+    times = f"{us:9.2f} us  floor {shape.floor_us:7.2f}  x{record['ratio']:5.2f}"
+    print(f"{shape.name:>22} {name:<48} {times}  {rates}  error {record.get('error', math.nan):.1e}", flush=True)
     print(json.dumps(record), flush=True)
 
 
@@ -175,24 +177,34 @@ def main() -> None:
     parser.add_argument("--skip-baselines", action="store_true")
     arguments = parser.parse_args()
     for shape in SHAPES:
-        if arguments.only not in shape.name:
-            continue
-        scale = shape.head_dim**-0.5
-        count = max(2, math.ceil(2.5 * _LEVEL_2_BYTES / shape.bytes))
+        if arguments.only in shape.name:
+            run(shape, sweep=arguments.sweep, baselines=not arguments.skip_baselines)
+
+
+def run(shape: Shape, *, sweep: bool, baselines: bool) -> None:
+    """Measures one shape: every candidate of ours, or the default beside the baselines."""
+    scale = shape.head_dim**-0.5
+    count = max(2, math.ceil(2.5 * _LEVEL_2_BYTES / shape.bytes))
+    with _timing.alone():
+        q, sets = make_operands(shape, count)
+        wanted = jax.block_until_ready(wanted_output(q, sets[0], scale))
+    if sweep:
+        for config in candidates(shape):
+            label = " ".join(f"{k}={v}" for k, v in dataclasses.asdict(config).items())
+            call = functools.partial(mosaic_gpu.tree_attention, scale=scale, config=config)
+            measure(shape, label, call, q, sets, wanted)
+        return
+    for name in ("mosaic_gpu", "xla") if baselines else ("mosaic_gpu",):
+        call = functools.partial(tree_attention, scale=scale, implementation=name)
+        measure(shape, name, call, q, sets, wanted)
+    if baselines:
         with _timing.alone():
-            q, sets = make_operands(shape, count)
-            wanted = jax.block_until_ready(wanted_output(q, sets[0], scale))
-        if arguments.sweep:
-            for config in candidates(shape):
-                call = lambda q, *a, config=config: mosaic_gpu.tree_attention(q, *a, scale=scale, config=config)
-                label = " ".join(f"{k}={v}" for k, v in dataclasses.asdict(config).items())
-                measure(shape, label, call, q, sets, wanted)
-            continue
-        for implementation in ("mosaic_gpu",) if arguments.skip_baselines else ("mosaic_gpu", "xla"):
-            call = lambda q, *a, i=implementation: tree_attention(q, *a, scale=scale, implementation=i)
-            measure(shape, implementation, call, q, sets, wanted)
-        if not arguments.skip_baselines:
-            measure(shape, "cudnn", lambda q, *a: cudnn(q, *a, scale=scale), q, sets, wanted)
+            joined = jax.block_until_ready([join(*operands) for operands in sets])
+
+        def cudnn(q, keys, values, mask):
+            return jax.nn.dot_product_attention(q, keys, values, mask=mask, scale=scale, implementation="cudnn")
+
+        measure(shape, "cudnn", cudnn, q, joined, wanted)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Tree attention: the public functions, their argument checks, and the choice of implementation.
 
-Shape letters: B slots, N nodes, H query heads, K key/value heads, G = H/K, D head_dim, C cache capacity; for a paged cache P pages,
-R rows of a page, M entries of a page table.
+Shape letters: B slots, N nodes, H query heads, K key/value heads, G = H/K, D head_dim, C cache capacity; for a paged
+cache P pages, R rows of a page, M entries of a page table.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ def tree_attention(
 ) -> jax.Array:  # [B, N, H, D]
     """One softmax over the live prefix rows and the tree keys that each node may see.
 
-    Query head h reads key/value head h // G. Every node sees all of the first `lengths[b]` cache rows; node i sees tree key j
-    where bit j % 32 of `ancestors[b, i, j // 32]` is set (a node's own bit must be set). The same call serves a draft tree, a
-    chain, a drafter's bidirectional block (all bits set), a causal prefill chunk and one-token decoding (N = 1).
+    Query head h reads key/value head h // G. Every node sees all of the first `lengths[b]` cache rows; node i sees tree
+    key j where bit j % 32 of `ancestors[b, i, j // 32]` is set (a node's own bit must be set). The same call serves a
+    draft tree, a chain, a drafter's bidirectional block (all bits set), a causal prefill chunk and one-token decoding
+    (N = 1).
 
     Args:
       q: queries of the nodes, float32, float16 or bfloat16.
@@ -44,11 +45,13 @@ def tree_attention(
       k_tree, v_tree: keys and values of the nodes themselves. Rows that no node attends may hold anything.
       ancestors: the attention mask among nodes, packed.
       scale: factor on the scores, usually D ** -0.5.
-      sliding_window: if given, a key is visible only where (query position - key position) < sliding_window. Cache row j has
-        position j.
+      sliding_window: if given, a key is visible only where query position - key position < sliding_window. Cache row
+        j has position j.
       softcap: if given, scores become softcap * tanh(scores * scale / softcap), before masking.
-      positions: position of each node; default lengths[b] + popcount(ancestors[b, i]) - 1. Read only with `sliding_window`.
-      implementation: "xla", "mosaic_gpu", or None to choose: "mosaic_gpu" on a Hopper GPU where it can, else "xla".
+      positions: position of each node; default lengths[b] + popcount(ancestors[b, i]) - 1. Read only with
+        `sliding_window`.
+      implementation: "xla", "mosaic_gpu", or None to choose: "mosaic_gpu" on a Hopper GPU where it can, else "xla". The
+        GPU kernel takes float16 and bfloat16, head_dim a multiple of 32 up to 256, and C a multiple of 8.
 
     Returns:
       The attention output in q's dtype. A node that sees no key at all yields zeros.
@@ -86,8 +89,9 @@ def paged_tree_attention(
 ) -> jax.Array:  # [B, N, H, D]
     """`tree_attention` over a cache of pages: row j of slot b lies in page `page_table[b, j // R]`, at j % R.
 
-    Entries of the page table past a slot's length are never followed, and rows past the length may hold anything. Arguments, result
-    and errors are otherwise those of `tree_attention`; 0 <= lengths <= M * R. The "xla" implementation gathers the pages first.
+    Entries of the page table past a slot's length are never followed, and rows past the length may hold anything. The
+    arguments, the result and the errors are otherwise those of `tree_attention`; 0 <= lengths <= M * R. The GPU kernel
+    takes pages of 16, 32, 64 or 128 rows; the "xla" implementation takes any and gathers them first.
     """
     _check_options(sliding_window, softcap, implementation)
     _check_pages(q, k_pages, v_pages, page_table)

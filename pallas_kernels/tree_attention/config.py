@@ -23,20 +23,25 @@ class Config:
 def choose(q_shape: tuple[int, ...], kv_heads: int, capacity: int) -> Config:
     """The configuration for queries [B, N, H, D] over `kv_heads` caches of `capacity` rows.
 
-    The capacity stands for the length, which is known only at run time; a shorter prefix leaves splits with less to do, or nothing.
+    The capacity stands for the length, known only at run time; a shorter prefix leaves some splits with less to do.
     """
     slots, nodes, heads, head_dim = q_shape
     tiles = packing.plan_rows(nodes, heads // kv_heads).tiles
     # Two tiles of wide heads leave room for two stages only: better two thread blocks with a deeper ring each.
     consumers = 1 if tiles == 1 or (tiles == 2 and head_dim > 128) else 2
-    block = 128 if head_dim <= 128 and consumers == 2 and capacity > 1024 else 64
+    # Wide blocks pay once the steps are many.
+    many = capacity >= 16384 if consumers == 1 else capacity > 1024 or tiles > 8
+    block = 128 if head_dim <= 128 and many else 64
     blocks = -(-capacity // block) + -(-nodes // block)
     row_blocks = slots * kv_heads * -(-tiles // consumers)
-    splits = min(
-        range(1, min(32, blocks) + 1), key=lambda s: _estimate_us(s, blocks, row_blocks, block, consumers, head_dim)
-    )
-    stages = (_SHARED_BYTES - consumers * packing.TILE * head_dim * 2) // (4 * block * head_dim)
-    return Config(block=block, stages=min(stages, 8), consumers=consumers, splits=splits)
+
+    def cost(splits: int) -> float:
+        return _estimate_us(splits, blocks, row_blocks, block, consumers, head_dim)
+
+    room = (_SHARED_BYTES - consumers * packing.TILE * head_dim * 2) // (4 * block * head_dim)
+    # One warpgroup is fed from memory and wants all the room; with two, a deeper ring only delays the first block.
+    stages = min(room, 8 if consumers == 1 else 256 // block)
+    return Config(block=block, stages=stages, consumers=consumers, splits=min(range(1, min(32, blocks) + 1), key=cost))
 
 
 def _estimate_us(splits: int, blocks: int, row_blocks: int, block: int, consumers: int, head_dim: int) -> float:

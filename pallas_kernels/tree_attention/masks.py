@@ -25,7 +25,7 @@ def pack_bits(bits: jax.Array) -> jax.Array:
 
 
 def node_positions(lengths: jax.Array, ancestors: jax.Array) -> jax.Array:
-    """Positions [B, N] int32 of tree nodes: the prefix, then one step for each ancestor (lengths [B], ancestors [B, N, W])."""
+    """Positions [B, N] int32 of tree nodes: the length [B], then a step for each ancestor in [B, N, W]."""
     depth = jnp.sum(lax.population_count(ancestors), axis=-1, dtype=jnp.uint32).astype(jnp.int32) - 1
     return lengths[:, None] + depth
 

@@ -1,14 +1,19 @@
 """Tree attention on Hopper: a Pallas Mosaic GPU kernel.
 
-Thread blocks are cut along slots, key/value heads, row tiles and keys (`splits`). One thread block holds up to `consumers` tiles of
-64 rows (packed as `packing` says) of one key/value head, and a share of its keys: the list of cache blocks, then tree blocks, cut
-evenly at run time. One warpgroup streams keys and values through a ring in shared memory (TMA); each of the others carries one tile
-over them: scores by wgmma, softmax in base 2 with the running maximum carried, weights back into wgmma from registers. The splits of
-a tile are merged by a second kernel, launched while the first still runs.
+Thread blocks are cut along slots, key/value heads, row tiles and keys (`splits`). One thread block holds up to
+`consumers` tiles of 64 rows (packed as `packing` says) of one key/value head, and a share of its keys: the list of
+cache blocks, then tree blocks, cut evenly at run time. One warpgroup streams keys and values through a ring in shared
+memory (TMA); each of the others carries one tile over them: scores by wgmma, softmax in base 2 with the running maximum
+carried, weights back into wgmma from registers. A second kernel merges the splits of a tile; it is launched while the
+first still runs.
 
-Only blocks that need it are masked: the last one of the cache by its length, those at the edge of a sliding window, and those of the
-tree by ancestor bits. The structure (two computing warpgroups taking turns, one streaming) follows FlashAttention-3
-(arXiv:2407.08608) and the Hopper attention kernel that ships with Pallas; splitting the keys follows Flash-Decoding.
+Only blocks that need it are masked: the last one of the cache by its length, those at the edge of a sliding window, and
+those of the tree by ancestor bits. The structure (two computing warpgroups taking turns, one streaming) follows
+FlashAttention-3 (arXiv:2407.08608) and the Hopper attention kernel that ships with Pallas; splitting the keys follows
+Flash-Decoding.
+
+Why the splits do not merge inside a thread block cluster: an H200 runs at most 15 clusters of 8, or 7 of 16, thread
+blocks of this size at once, so that 128 thread blocks would take two waves.
 """
 
 from __future__ import annotations
@@ -57,6 +62,13 @@ def tree_attention(
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:  # [B, N, H, D]
     """See `pallas_kernels.tree_attention`; the arguments are taken as checked and supported (`unsupported`)."""
+    live_nodes = q.shape[1]
+    if live_nodes > 8 and live_nodes % 8:  # TMA copies tiles of 8 rows
+        spare = -live_nodes % 8
+        q = jnp.pad(q, ((0, 0), (0, spare), (0, 0), (0, 0)))
+        k_tree, v_tree = (jnp.pad(x, ((0, 0), (0, 0), (0, spare), (0, 0))) for x in (k_tree, v_tree))
+        ancestors = jnp.pad(ancestors, ((0, 0), (0, spare), (0, 0)))
+        positions = positions if positions is None else jnp.pad(positions, ((0, 0), (0, spare)), mode="edge")
     slots, nodes, heads, head_dim = q.shape
     static = Static(
         plan=packing.plan_rows(nodes, heads // k_cache.shape[1]),
@@ -83,9 +95,8 @@ def tree_attention(
     key_slots = static.tree_blocks * static.tree_block
     operands["words"] = packing.row_words(ancestors, positions, sliding_window, static.plan, key_slots)
     results = _call(static, q.shape, tuple(operands), interpret)(*operands.values())
-    if config.splits > 1:
-        return call_merge(static, q.shape, interpret)(*results)
-    return results[0]
+    out = call_merge(static, q.shape, interpret)(*results) if config.splits > 1 else results[0]
+    return out[:, :live_nodes]
 
 
 def unsupported(q: jax.Array, page_rows: int | None, rows: int, scale: float) -> str | None:
@@ -95,8 +106,8 @@ def unsupported(q: jax.Array, page_rows: int | None, rows: int, scale: float) ->
         return f"dtype {dtype} (bfloat16 and float16 only)"
     if head_dim % 32 or head_dim > 256:
         return f"head_dim {head_dim} (multiples of 32 up to 256)"
-    if rows == 0:
-        return "a cache without rows"
+    if rows == 0 or rows % 8:
+        return f"a cache of {rows} rows (multiples of 8 only: TMA copies tiles of 8 rows)"
     if scale <= 0:
         return f"scale {scale} (positive only)"
     if page_rows is not None and page_rows not in (16, 32, 64, 128):
@@ -169,8 +180,7 @@ def _body(static: Static, names: tuple[str, ...], *refs, **scratch):
 
     @pl.when(wg == config.consumers)
     def _():
-        cache, tree = (operands["k"], operands["v"]), (operands["k_tree"], operands["v_tree"])
-        produce(static, span, slot, head, cache, tree, operands.get("table"), scratch["ring"][0], scratch)
+        produce(static, span, slot, head, operands, scratch["ring"][0], scratch)
 
     @pl.when(wg < config.consumers)
     def _():

@@ -29,10 +29,12 @@ def attend(static: Static, span: Span, wg, q_s, ring, words_g, oldest, window_g,
     Args:
       q_s: the tile's queries in shared memory, [64, D].
       words_g: its ancestor words, [W, 64].
-      oldest: with a window, the first cache row that each row sees, [64]; window_g: the least and the greatest of them, [2].
+      oldest: with a window, the first cache row that each row sees, [64].
+      window_g: the least and the greatest of those among all the slot's nodes, [2].
 
     Returns:
-      The weighted values [64, D] float32 in units of exp2(maximum), each row's maximum [64] (base 2) and sum of weights [64].
+      The sum of weighted values [64, D] float32, each row's maximum score [64] (base 2) that the weights are relative
+      to, and the sum of weights [64].
     """
     config, steps = static.config, span.end - span.begin
     in_turns = config.consumers == 2

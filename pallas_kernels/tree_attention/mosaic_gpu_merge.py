@@ -18,8 +18,8 @@ _COLUMNS = 16  # of head_dim that one thread block merges: one sector of each ro
 def call_merge(static: Static, out_shape: tuple[int, ...], interpret):
     """The kernel that merges the splits' results.
 
-    It takes the partial results [P, 64, D] in the output's dtype, each row already divided by its sum of weights, and the
-    logarithms (base 2) of those sums [P, 64] float32.
+    It takes the partial results [P, 64, D] in the output's dtype, each row already divided by its sum of weights, and
+    the logarithms (base 2) of those sums [P, 64] float32.
     """
     return plgpu.kernel(
         functools.partial(_merge, static),
@@ -55,7 +55,8 @@ def send(static: Static, slot, head, tile, source, out_g, columns=None) -> None:
     """Writes a finished tile [64, columns] from shared memory to the rows of the output that it stands for."""
     plan = static.plan
     nodes = pl.ds(lax.div(tile, plan.head_tiles) * plan.nodes_per_tile, plan.nodes_per_tile)
-    for h in range(plan.heads_per_tile):
+
+    def send_head(h):
         member = lax.rem(tile, plan.head_tiles) * plan.heads_per_tile + h
 
         @pl.when((tile < plan.tiles) & (member < plan.group))
@@ -64,4 +65,6 @@ def send(static: Static, slot, head, tile, source, out_g, columns=None) -> None:
             rows = source.at[pl.ds(h * plan.nodes_per_tile, plan.nodes_per_tile)]
             plgpu.copy_smem_to_gmem(rows, target if columns is None else target.at[:, columns])
 
+    for h in range(plan.heads_per_tile):
+        send_head(h)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

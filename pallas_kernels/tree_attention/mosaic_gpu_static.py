@@ -68,7 +68,7 @@ class Static:
 
 @dataclasses.dataclass(frozen=True)
 class Span:
-    """The blocks [begin, end) of one thread block, out of the list: cache blocks, then tree blocks. Run-time scalars."""
+    """Run-time scalars: one thread block's blocks [begin, end) of the list of cache blocks, then tree blocks."""
 
     begin: jax.Array
     end: jax.Array
@@ -78,7 +78,7 @@ class Span:
 
 
 def tiled(columns: int, dtype) -> tuple:
-    """The shared-memory layout that TMA writes and wgmma reads: tiles of 8 rows, as wide a swizzle as divides the columns."""
+    """The shared-memory layout that TMA writes and wgmma reads: tiles of 8 rows, the widest swizzle that fits."""
     size = jnp.dtype(dtype).itemsize
     swizzle = next(width for width in (128, 64, 32) if columns * size % width == 0)
     return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)

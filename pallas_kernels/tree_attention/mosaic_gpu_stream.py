@@ -1,6 +1,8 @@
-"""The streaming warpgroup: brings blocks of keys and values into the ring, and cleans the values of blocks with dead rows."""
+"""The streaming warpgroup: brings blocks of keys and values into the ring, and cleans those that have dead rows."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,35 +12,42 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.tree_attention.mosaic_gpu_static import MATRIX, ROWS, Span, Static, load
 
 
-def produce(static: Static, span: Span, slot, head, cache, tree, table_g, ring, barriers) -> None:
+def produce(static: Static, span: Span, slot, head, operands: dict, ring, barriers: dict) -> None:
     """Streams the span's blocks through the ring.
 
     Args:
-      cache: keys and values, [B, K, C, D] each, or pages [P, K, R, D] with `table_g` [B, M].
-      tree: keys and values, [B, K, N, D] each.
+      operands: "k" and "v" [B, K, C, D], or pages [P, K, R, D] with "table" [B, M]; "k_tree" and "v_tree" [B, K, N, D].
       ring: keys and values in shared memory, [stages, block, D] each.
     """
     plgpu.set_max_registers(40, action="decrease")
     stages, steps = static.config.stages, span.end - span.begin
 
-    def fetch(i):
-        place, j = lax.rem(i, stages), span.begin + i
-
-        def copy(refs, v_barrier):
-            for name, ref, in_ring, ready in zip("kv", refs, ring, (barriers["k_ready"], v_barrier)):
-
-                @pl.when(i >= stages)
-                def _():
-                    plgpu.barrier_wait(barriers[f"{name}_free"].at[place])
-
-                _copy_block(static, span, slot, head, j, ref, table_g, in_ring.at[place], ready.at[place])
-
-        pl.when(j < span.whole)(lambda: copy(cache, barriers["v_ready"]))
-        pl.when((j >= span.whole) & (j < span.cache_blocks))(lambda: copy(cache, barriers["v_raw"]))
-
-        @pl.when(j >= span.cache_blocks)
+    def await_free(name, i):
+        @pl.when(i >= stages)
         def _():
-            copy([_Tree(ref) for ref in tree], barriers["v_raw"])
+            plgpu.barrier_wait(barriers[name].at[lax.rem(i, stages)])
+
+    def copy(i, sources, v_barrier):
+        place = lax.rem(i, stages)
+        await_free("k_free", i)
+        for rows, target in sources("k", ring[0].at[place]):
+            plgpu.copy_gmem_to_smem(rows, target, barriers["k_ready"].at[place])
+        await_free("v_free", i)
+        for rows, target in sources("v", ring[1].at[place]):
+            plgpu.copy_gmem_to_smem(rows, target, barriers[v_barrier].at[place])
+
+    def fetch(i):
+        j = span.begin + i
+
+        def cache(name, target):
+            return _cache_rows(static, span, slot, head, j, operands[name], operands.get("table"), target)
+
+        def tree(name, target):
+            return _tree_rows(static, span, slot, head, j, operands[f"{name}_tree"], target)
+
+        pl.when(j < span.whole)(lambda: copy(i, cache, "v_ready"))
+        pl.when((j >= span.whole) & (j < span.cache_blocks))(lambda: copy(i, cache, "v_raw"))
+        pl.when(j >= span.cache_blocks)(lambda: copy(i, tree, "v_raw"))
 
     def step(i, _):
         # Cleaning lags one block behind, so that the next copy is under way meanwhile.
@@ -47,47 +56,39 @@ def produce(static: Static, span: Span, slot, head, cache, tree, table_g, ring, 
 
     lax.fori_loop(0, steps + 1, step, None)
 
-    def drain(i, _):
+    def drain(i, _):  # every completion of a barrier must be awaited before the barrier goes
         plgpu.barrier_wait(barriers["k_free"].at[lax.rem(i, stages)])
         plgpu.barrier_wait(barriers["v_free"].at[lax.rem(i, stages)])
 
     lax.fori_loop(jnp.maximum(steps - stages, 0), steps, drain, None)
 
 
-class _Tree:
-    """Marks a reference [B, K, N, D] as holding tree rows, which have no page table."""
-
-    def __init__(self, ref):
-        self.ref = ref
-
-
-def _copy_block(static, span, slot, head, j, ref, table_g, target, ready):
-    """Starts the copies of block j's rows; rows past the end of an array arrive as zeros."""
-    pieces = static.pieces
-    if isinstance(ref, _Tree):
-        size = static.tree_block // pieces
-        for piece in range(pieces):
-            first_row = (j - span.cache_blocks) * static.tree_block + piece * size
-            rows = ref.ref.at[slot, head, pl.ds(first_row, size)]
-            plgpu.copy_gmem_to_smem(rows, target.at[pl.ds(piece * size, size)], ready)
+def _cache_rows(static, span, slot, head, j, ref, table_g, target) -> Iterator:
+    """Pairs (rows of the cache, their place in shared memory) of block j; rows past the array's end arrive as zeros."""
+    block, page_rows = static.config.block, static.page_rows
+    if page_rows is None:
+        yield ref.at[slot, head, pl.ds(j * block, block)], target
         return
-    block = static.config.block
-    if static.page_rows is None:
-        plgpu.copy_gmem_to_smem(ref.at[slot, head, pl.ds(j * block, block)], target, ready)
+    last = lax.div(span.length - 1, page_rows)  # entries past this one may point anywhere; their rows are masked
+    if page_rows > block:
+        per_page = page_rows // block
+        page = table_g[slot, jnp.minimum(lax.div(j, per_page), last)]
+        yield ref.at[page, head, pl.ds(lax.rem(j, per_page) * block, block)], target
         return
-    size = block // pieces
-    for piece in range(pieces):
-        entry, offset = j * pieces + piece, 0
-        if static.page_rows > block:
-            blocks_per_page = static.page_rows // block
-            entry, offset = lax.div(j, blocks_per_page), lax.rem(j, blocks_per_page) * block
-        # Entries past the length may hold anything: read some page instead, its rows are masked.
-        entry = jnp.minimum(entry, lax.div(span.length - 1, static.page_rows))
-        rows = ref.at[table_g[slot, entry], head, pl.ds(offset, size)]
-        plgpu.copy_gmem_to_smem(rows, target.at[pl.ds(piece * size, size)], ready)
+    for piece in range(static.pieces):
+        page = table_g[slot, jnp.minimum(j * static.pieces + piece, last)]
+        yield ref.at[page, head], target.at[pl.ds(piece * page_rows, page_rows)]
 
 
-def _clean(static, span, i, v_s, barriers):
+def _tree_rows(static, span, slot, head, j, ref, target) -> Iterator:
+    """The same for a block of tree rows, in as many pieces as the barriers count for a block of the cache."""
+    size = static.tree_block // static.pieces
+    for piece in range(static.pieces):
+        first_row = (j - span.cache_blocks) * static.tree_block + piece * size
+        yield ref.at[slot, head, pl.ds(first_row, size)], target.at[pl.ds(piece * size, size)]
+
+
+def _clean(static, span, i, v_s, barriers) -> None:
     """Zeroes what is not finite among the values of dead cache rows and of tree rows, then hands the block on.
 
     A weight of zero times NaN would be NaN.
@@ -110,7 +111,7 @@ def _clean(static, span, i, v_s, barriers):
     for row in range(0, static.config.block, ROWS):
         if row < static.tree_block:
             clean_rows(row)
-        else:
+        else:  # a block of tree rows ends before
             pl.when(j < span.cache_blocks)(lambda row=row: clean_rows(row))
     plgpu.commit_smem()
     for _ in range(static.pieces):

@@ -1,8 +1,8 @@
 """How query rows are packed into tiles of 64, and the masks in that order. Plain jnp: no kernel here.
 
-One tile holds `nodes_per_tile` nodes for `heads_per_tile` query heads of the same key/value head; row r of a tile is head
-r // nodes_per_tile, node r % nodes_per_tile. So each head's rows are one TMA copy straight out of q [B, N, H, D] (and back), with
-no transpose before or after the kernel. Rows past N or past the group are computed and dropped.
+One tile holds `nodes_per_tile` nodes for `heads_per_tile` query heads of the same key/value head; row r of a tile is
+head r // nodes_per_tile, node r % nodes_per_tile. So each head's rows are one TMA copy straight out of q [B, N, H, D]
+(and back), with no transpose before or after the kernel. Rows past N or past the group are computed and dropped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tree attention in plain XLA: runs on any device and in any float dtype; the oracle and the fallback of the kernels.
 
-Scores and softmax are float32. The queries of a key/value head are contracted as one group, so keys and values are never
-repeated. The whole score matrix [B, K, G, N, C + N] is materialised: correct everywhere, fast nowhere.
+Scores and softmax are float32. The queries of a key/value head are contracted as one group, so keys and values are
+never repeated. The whole score matrix [B, K, G, N, C + N] is materialised: correct everywhere, fast nowhere.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def tree_attention(
     p_tree = jnp.where(tree_visible[:, None, None], jnp.exp(s_tree - top), jnp.float32(0))
     total = jnp.sum(p_prefix, axis=-1) + jnp.sum(p_tree, axis=-1)  # [B, K, G, N]
 
-    # 0 * NaN is NaN: dead rows are cleared before the product. A dead tree row is one that holds no finite value or that no
-    # node attends; padding nodes attend themselves, so finiteness is what tells.
+    # 0 * NaN is NaN: dead rows are cleared before the product. A padding node attends itself, so that among tree rows
+    # only finiteness tells.
     v_live = jnp.where(live[:, None, :, None], v_cache, jnp.zeros((), v_cache.dtype))
     attended = jnp.any(tree_visible, axis=1)[:, None, :, None] & jnp.isfinite(v_tree)
     v_nodes = jnp.where(attended, v_tree, jnp.zeros((), v_tree.dtype))

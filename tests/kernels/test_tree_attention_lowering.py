@@ -1,4 +1,4 @@
-"""Lowering of the Mosaic GPU kernel for Hopper, with no GPU: layouts and the shared-memory budget of every configuration."""
+"""Lowering of the Mosaic GPU kernel for Hopper, with no GPU: layouts and shared memory of every configuration."""
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +67,11 @@ def test_every_choice_of_configuration_lowers(nodes, heads, kv_heads, head_dim, 
 
 def test_every_option_at_once_lowers():
     lower(Config(block=128, stages=2, consumers=2, splits=3), sliding_window=100, softcap=5.0)
+
+
+@pytest.mark.parametrize("nodes", [3, 20, 100])
+def test_widths_off_the_tiling_lower(nodes):
+    lower(Config(block=64, stages=2, consumers=1, splits=2), nodes=nodes, capacity=504)
 
 
 def test_too_much_shared_memory_is_refused_without_a_gpu():

@@ -83,3 +83,6 @@ def test_what_the_gpu_kernel_cannot_do_is_named():
     wide = [x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x for x in operands]
     with pytest.raises(NotImplementedError, match="float32"):
         tree_attention(*wide, **options, implementation="mosaic_gpu")
+    odd, options = make_operands(Case(nodes=5, heads=4, kv_heads=2, head_dim=64, capacity=41, lengths=(13,)))
+    with pytest.raises(NotImplementedError, match="41 rows"):
+        tree_attention(*odd, **options, implementation="mosaic_gpu")
