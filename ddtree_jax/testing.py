@@ -6,9 +6,12 @@ A random drafter almost never agrees with its target: texts stay exact, accepted
 import dataclasses
 import functools
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
 import tokenizers
 import tokenizers.decoders
 import tokenizers.models
@@ -98,3 +101,42 @@ def tiny_tokenizer_files() -> dict[str, bytes]:
     backend.add_special_tokens(list(TINY_SPECIAL_TOKENS))
     config = {"eos_token": "<|end|>", "chat_template": _TINY_TEMPLATE}
     return {"tokenizer.json": backend.to_str().encode(), "tokenizer_config.json": json.dumps(config).encode()}
+
+
+def write_hf_target(target: Target, folder: str | Path) -> None:
+    """Writes a tiny Qwen3-shaped target as a Hugging Face folder with the tiny tokenizer: something to convert."""
+    c, folder = target.config, Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    query, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    tensors = {"model.embed_tokens.weight": target.params["embed"]["weight"]}
+    tensors["model.norm.weight"] = target.params["norm"]["weight"]
+    tensors["lm_head.weight"] = target.params["lm_head"]["weight"]
+    for i in range(c.num_layers):
+        layer, prefix = target.params[f"layers_{i}"], f"model.layers.{i}."
+        attention, mlp = layer["self_attn"], layer["mlp"]
+        fused = attention["qkv_proj"]["weight"]
+        for name, rows in (("q", fused[:query]), ("k", fused[query : query + kv]), ("v", fused[query + kv :])):
+            tensors[f"{prefix}self_attn.{name}_proj.weight"] = rows
+        gate, up = jnp.split(mlp["gate_up_proj"]["weight"], 2)
+        tensors |= {
+            f"{prefix}self_attn.o_proj.weight": attention["o_proj"]["weight"],
+            f"{prefix}self_attn.q_norm.weight": attention["q_norm"]["weight"],
+            f"{prefix}self_attn.k_norm.weight": attention["k_norm"]["weight"],
+            f"{prefix}mlp.gate_proj.weight": gate,
+            f"{prefix}mlp.up_proj.weight": up,
+            f"{prefix}mlp.down_proj.weight": mlp["down_proj"]["weight"],
+            f"{prefix}input_layernorm.weight": layer["input_layernorm"]["weight"],
+            f"{prefix}post_attention_layernorm.weight": layer["post_attention_layernorm"]["weight"],
+        }
+    config = dict(
+        architectures=["Qwen3ForCausalLM"], model_type="qwen3", vocab_size=c.vocab_size, hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size, num_hidden_layers=c.num_layers, num_attention_heads=c.num_heads,
+        num_key_value_heads=c.num_kv_heads, head_dim=c.head_dim, rms_norm_eps=c.rms_norm_eps, hidden_act="silu",
+        rope_theta=c.rope.theta, max_position_embeddings=c.max_position, attention_bias=False,
+        tie_word_embeddings=False, eos_token_id=list(c.stop_token_ids), torch_dtype=c.dtype,
+    )  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    for name, content in tiny_tokenizer_files().items():
+        (folder / name).write_bytes(content)
+    arrays = {name: np.ascontiguousarray(value) for name, value in jax.device_get(tensors).items()}
+    safetensors.numpy.save_file(arrays, folder / "model.safetensors")

@@ -23,7 +23,7 @@ def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> ja
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """RMSNorm over the last axis, in the order of Llama and Qwen: normalise in float32, cast to x's dtype, times weight."""
+    """RMSNorm over the last axis, in the order of Llama and Qwen: normalise in float32, cast to x's dtype, weigh."""
     x32 = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     y = (x32 * scale).astype(x.dtype)
