@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ddtree_jax.api import compile_ahead
 from ddtree_jax.config import METHODS, DecodeConfig
-from ddtree_jax.decode.plan import bucket
+from ddtree_jax.decode.plan import bucket, make_plan
 from ddtree_jax.evaluation import runs
 from ddtree_jax.evaluation.plots import plot_all
 from ddtree_jax.evaluation.summary import COLUMNS, cells, markdown, summarise
@@ -49,14 +49,16 @@ def main(args: argparse.Namespace) -> int:
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed, batch_size=args.batch_size,
         prompt_bucket=bucket(longest),
     )  # fmt: skip
+    for variant in todo:  # refuse what cannot run before anything is written or compiled
+        make_plan(variant.config(base), target.config, drafter.config if drafter else None, [longest])
     results = runs.Results(args.out, _settings(args, target))
     console = Console(stderr=True)
-    configs = [variant.config(base) for variant in todo]
-    with console.status(f"compiling {len(configs)} programs"):
-        seconds = compile_ahead(
-            target, drafter, configs, prompt_length=longest, batch=args.batch_size, workers=args.compile_workers
-        )
-    console.print(f"compiled {len(configs)} programs in {seconds:.0f} s")
+    if configs := [v.config(base) for v in todo if runs.unfinished(v, sets, results, args.turns)]:
+        with console.status(f"compiling {len(configs)} programs"):
+            seconds = compile_ahead(
+                target, drafter, configs, prompt_length=longest, batch=args.batch_size, workers=args.compile_workers
+            )
+        console.print(f"compiled {len(configs)} programs in {seconds:.0f} s")
 
     total = len(todo) * sum(
         sum(t < len(r.turns) for t in range(args.turns)) for records in sets.values() for r in records

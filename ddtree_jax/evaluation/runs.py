@@ -60,6 +60,7 @@ class Results:
             file.write_text(json.dumps(settings, indent=2))
         self._file = self.folder / "records.jsonl"
         self.records = self._read()
+        self._keys = {record_key(r) for r in self.records}
 
     def _read(self) -> list[dict]:
         if not self._file.exists():
@@ -71,7 +72,8 @@ class Results:
         return [json.loads(line) for line in whole.splitlines()]
 
     def has(self, key: tuple) -> bool:
-        return key in {record_key(r) for r in self.records}
+        """Whether (set, variant, turn, id) has been run."""
+        return key in self._keys
 
     def append(self, records: Sequence[dict]) -> None:
         with self._file.open("a", encoding="utf-8") as file:
@@ -79,6 +81,7 @@ class Results:
             file.flush()
             os.fsync(file.fileno())
         self.records += records
+        self._keys |= {record_key(r) for r in records}
 
 
 def record_key(record: dict) -> tuple:
@@ -136,6 +139,16 @@ def longest_prompt(
             for q in questions(name, records, turn, answers, chat):
                 longest = max(longest, len(encode_prompt(target.tokenizer, q.prompt)) + turn * max_new_tokens)
     return longest
+
+
+def unfinished(variant: Variant, sets: dict[str, list[PromptRecord]], results: Results, turns: int) -> bool:
+    """Whether `results` lacks any turn of any prompt for this variant."""
+    return any(
+        not results.has((name, variant.name, turn, record.id))
+        for name, records in sets.items()
+        for record in records
+        for turn in range(min(turns, len(record.turns)))
+    )
 
 
 def run_all(

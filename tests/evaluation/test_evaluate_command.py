@@ -1,0 +1,90 @@
+"""`python -m ddtree_jax evaluate`: records, resuming, refusals."""
+
+import json
+
+import pytest
+
+from ddtree_jax import testing
+from ddtree_jax.__main__ import main
+from ddtree_jax.checkpoint import save_checkpoint
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluate")
+    target = testing.tiny_target(
+        seed=5, vocab_size=testing.TINY_VOCABULARY, stop_token_ids=(0,), num_layers=2, sliding_windows=(None, None)
+    )
+    drafter = testing.tiny_drafter(target, block_size=4)
+    save_checkpoint(folder / "target", target.config, target.params, testing.tiny_tokenizer_files(), source="test")
+    save_checkpoint(folder / "drafter", drafter.config, drafter.params, {}, source="test")
+    (folder / "one.jsonl").write_text('{"id": "a", "turns": ["hi", "why?"]}\n{"id": "b", "turns": ["yes"]}\n')
+    (folder / "two.jsonl").write_text('{"id": "a", "turns": ["no"]}\n')
+    return folder
+
+
+def run(folder, *args, out="out", files=("one.jsonl", "two.jsonl")):
+    pair = ["--target", str(folder / "target"), "--drafter", str(folder / "drafter")]
+    prompts = ["--prompts", *(str(folder / f) for f in files)]
+    return main(["evaluate", *pair, *prompts, "--out", str(folder / out), "--max-new-tokens", "10", *args])
+
+
+def test_evaluate_and_resume(folder, capsys, monkeypatch):
+    assert run(folder, "--methods", "autoregressive,ddtree", "--num-nodes", "16", "--turns", "2") == 0
+    lines = (folder / "out" / "records.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    keys = {(r["set"], r["id"], r["turn"], r["variant"]) for r in records}
+    asked = [("one", "a", 0), ("one", "a", 1), ("one", "b", 0), ("two", "a", 0)]
+    assert keys == {(*q, v) for q in asked for v in ("autoregressive", "ddtree-16")}
+    assert len(lines) == len(keys)
+    texts = {}
+    for r in records:
+        assert texts.setdefault((r["set"], r["id"], r["turn"]), r["tokens"]) == r["tokens"]
+        assert len(r["tokens"]) == 1 + sum(r["accepted_lengths"]) and r["seconds"] > 0
+    second_turn = next(r for r in records if r["turn"] == 1)
+    first_turn = next(r for r in records if (r["set"], r["id"], r["turn"]) == ("one", "a", 0))
+    assert second_turn["prompt_tokens"] > first_turn["prompt_tokens"]  # the conversation goes on
+    rows = json.loads((folder / "out" / "summary.json").read_text())
+    assert {r["set"] for r in rows} == {"one", "two", "all"}
+    assert all(r["same_text"] == r["compared"] for r in rows)
+    for name in ("summary.md", "histogram.png", "accepted_length.png", "tokens_per_second.png"):
+        assert (folder / "out" / name).stat().st_size > 0
+
+    # A killed run: two lines and a half are there; only what is missing is run again.
+    (folder / "out" / "records.jsonl").write_text("\n".join(lines[:2]) + "\n" + lines[2][:40])
+    from ddtree_jax.evaluation import runs
+
+    asked_again = []
+    generate = runs.generate
+    monkeypatch.setattr(runs, "generate", lambda t, d, p, c: asked_again.extend(p) or generate(t, d, p, c))
+    assert run(folder, "--methods", "autoregressive,ddtree", "--num-nodes", "16", "--turns", "2") == 0
+    assert len(asked_again) == len(lines) - 2
+    again = [json.loads(line) for line in (folder / "out" / "records.jsonl").read_text().splitlines()]
+    assert {(r["set"], r["id"], r["turn"], r["variant"]) for r in again} == keys
+    assert [r["tokens"] for r in again[:2]] == [r["tokens"] for r in records[:2]]
+
+
+@pytest.mark.parametrize(
+    "args,files,message",
+    [
+        (
+            ["--temperature", "1"],
+            ["two.jsonl"],
+            "settings.json: temperature: expected 1.0, found 0.0; use another folder",
+        ),
+        (["--methods", "medusa"], ["two.jsonl"], "method 'medusa' is unknown"),
+        (["--num-nodes", "16,x"], ["two.jsonl"], "--num-nodes must be comma-separated integers; found '16,x'"),
+        ([], ["missing.jsonl"], "missing.jsonl"),
+        ([], ["two.jsonl", "two.jsonl"], "a prompt file named two was given already"),
+    ],
+)
+def test_refusals(folder, capsys, args, files, message):
+    out = "refused"
+    if "settings.json" in message:
+        out = "other"
+        assert run(folder, "--methods", "autoregressive", out=out, files=files) == 0
+        capsys.readouterr()
+    assert run(folder, *args, out=out, files=files) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.startswith("error: ") and err.count("\n") == 1
+    assert not (folder / "refused").exists()
