@@ -38,6 +38,9 @@ def tree_attention(
     draft tree, a chain, a drafter's bidirectional block (all bits set), a causal prefill chunk and one-token decoding
     (N = 1).
 
+    The GPU kernel has no gradient (differentiate with implementation="xla") and runs on one device: over a mesh, call
+    it inside `shard_map`.
+
     Args:
       q: queries of the nodes, float32, float16 or bfloat16.
       k_cache, v_cache: the context, rows 0 .. lengths[b]-1 live. Rows past that may hold anything, NaN included.

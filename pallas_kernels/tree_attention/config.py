@@ -45,7 +45,12 @@ def choose(q_shape: tuple[int, ...], kv_heads: int, capacity: int) -> Config:
 
 
 def _estimate_us(splits: int, blocks: int, row_blocks: int, block: int, consumers: int, head_dim: int) -> float:
-    """What a call takes, in microseconds: waves of thread blocks, each a start and its steps; then the merge."""
+    """What a call takes, in microseconds: waves of thread blocks, each a start and its steps; then the merge.
+
+    The constants are rounded from timings of one H200: 1.5 us for 128 rows over 128 keys at head_dim 128, 6 us from
+    launch to the first step and from the last one to the end, 3 us for the merging kernel and 3 TB/s for what passes
+    through it.
+    """
     step = 1.5 * (block / 128) * (head_dim / 128) * (1.0 if block == 128 else 1.3 if consumers == 2 else 1.2)
     waves = -(-row_blocks * splits // _MULTIPROCESSORS)
     main = waves * (6.0 + step * -(-blocks // splits))

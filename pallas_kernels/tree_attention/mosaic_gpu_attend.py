@@ -42,12 +42,12 @@ def attend(static: Static, span: Span, wg, q_s, ring, words_g, oldest, window_g,
     lowest = plgpu.layout_cast(jnp.full((ROWS,), LOWEST, jnp.float32), COLUMN)
     carry = zeros, lowest, plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), COLUMN)
 
-    def run(carry, start, stop, hide, width=config.block):
-        step = functools.partial(_step, static, span, wg, q_s, ring, scratch, hide, width, in_turns)
+    def run(carry, start, stop, visible, width=config.block):
+        step = functools.partial(_step, static, span, wg, q_s, ring, scratch, visible, width, in_turns)
         return lax.fori_loop(start, stop, step, carry)
 
-    edge = functools.partial(_hide_in_cache, static, span, oldest)
-    tree = functools.partial(_hide_in_tree, static, span, words_g)
+    edge = functools.partial(_visible_in_cache, static, span, oldest)
+    tree = functools.partial(_visible_in_tree, static, span, words_g)
     whole, cached = (jnp.clip(x - span.begin, 0, steps) for x in (span.whole, span.cache_blocks))
     if in_turns:  # the second warpgroup runs half a step behind the first
         pl.when(wg == 1)(lambda: _meet(scratch))
@@ -68,12 +68,15 @@ def _meet(scratch):
     plgpu.barrier_wait(scratch["turn"])
 
 
-def _step(static, span, wg, q_s, ring, scratch, hide, width, in_turns, i, carry):
-    """One block. In turns: while one warpgroup multiplies, the other computes its softmax."""
+def _step(static, span, wg, q_s, ring, scratch, visible, width, in_turns, i, carry):
+    """One block of `width` keys, all of them visible if `visible` is None.
+
+    In turns: while one warpgroup multiplies, the other computes its softmax.
+    """
     acc, top, total = carry
     place = lax.rem(i, static.config.stages)
     k, v = (ref.at[place, pl.ds(0, width)] for ref in ring)
-    hidden = None if hide is None else hide(span.begin + i)  # its loads overlap the product below
+    marks = None if visible is None else visible(span.begin + i)  # its loads overlap the product below
     plgpu.barrier_wait(scratch["k_ready"].at[place])
 
     def score(s_ref):
@@ -86,8 +89,8 @@ def _step(static, span, wg, q_s, ring, scratch, hide, width, in_turns, i, carry)
     plgpu.barrier_arrive(scratch["k_free"].at[place])
 
     scores, factor = _cap(static, scores)
-    if hidden is not None:
-        scores = jnp.where(hidden(scores.shape) == 1, scores, -jnp.inf)
+    if marks is not None:
+        scores = jnp.where(marks(scores.shape) == 1, scores, -jnp.inf)
     new_top = jnp.maximum(top, scores.max(axis=1) * factor)
     decay = jnp.exp2(top - new_top)
     p = jnp.exp2(scores * factor - across(new_top, scores.shape))
@@ -97,7 +100,7 @@ def _step(static, span, wg, q_s, ring, scratch, hide, width, in_turns, i, carry)
     total = total + p.sum(axis=1)
     acc, top, total, half = lax.optimization_barrier((acc, new_top, total, half))
 
-    if in_turns:
+    if in_turns:  # the tensor cores are asked for once the values have come
         plgpu.barrier_arrive(scratch["turn"])
     plgpu.barrier_wait(scratch["v_ready"].at[place])
     if in_turns:
@@ -117,33 +120,33 @@ def _cap(static, scores):
     return static.softcap - (2.0 * static.softcap) / (grown + 1.0), LOG2E
 
 
-def _hide_in_cache(static, span, oldest, j):
+def _visible_in_cache(static, span, oldest, j):
     """Marks with 1 the cache rows of block j before the length and not before the window."""
 
-    def visible(shape):
+    def marks(shape):
         row = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX) + j * static.config.block
         seen = (row < span.length).astype(jnp.int32)
         if oldest is not None:
             seen = seen & (row >= across(oldest, shape)).astype(jnp.int32)
         return seen
 
-    return visible
+    return marks
 
 
-def _hide_in_tree(static, span, words_g, j):
+def _visible_in_tree(static, span, words_g, j):
     """Marks with 1 the tree keys of block j that are ancestors."""
     per_block = static.tree_block // 32
     first = (j - span.cache_blocks) * per_block
     words = [load(words_g.at[first + w], COLUMN) for w in range(per_block)]
 
-    def visible(shape):
+    def marks(shape):
         column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
         word = across(words[0], shape)
         for w in range(1, per_block):
             word = jnp.where(column < 32 * w, word, across(words[w], shape))
         return lax.shift_right_logical(word, column & 31) & 1
 
-    return visible
+    return marks
 
 
 def _add_product(static, scratch, wg, acc, p, v) -> jax.Array:
