@@ -45,7 +45,7 @@ def rows(args: argparse.Namespace):
         top = jax.jit(top_tokens, static_argnums=1)(log_probs, k)
         tree = jax.jit(build_tree, static_argnums=1)(log_probs, nodes)
         draws = jnp.zeros((1, nodes), jnp.int32)
-        run = lambda call, *operands: measure(call, *operands, iterations=args.iterations)  # noqa: B023, E731
+        run = lambda call, *operands: measure(call, *operands, iterations=args.iterations)  # noqa: E731
 
         yield {
             "nodes": nodes,

@@ -6,6 +6,23 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoints(tmp_path_factory):
+    """Folder with `target` (two layers, byte-level tokenizer, chat template) and a random `drafter` of four slots."""
+    from ddtree_jax import testing
+    from ddtree_jax.checkpoint import save_checkpoint
+
+    folder = tmp_path_factory.mktemp("tiny")
+    target = testing.tiny_target(
+        seed=5, vocab_size=testing.TINY_VOCABULARY, stop_token_ids=(0,), num_layers=2, sliding_windows=(None, None)
+    )
+    drafter = testing.tiny_drafter(target, block_size=4)
+    save_checkpoint(folder / "target", target.config, target.params, testing.tiny_tokenizer_files(), source="test")
+    save_checkpoint(folder / "drafter", drafter.config, drafter.params, source="test")
+    return folder

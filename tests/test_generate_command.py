@@ -4,21 +4,12 @@ import json
 
 import pytest
 
-from ddtree_jax import testing
 from ddtree_jax.__main__ import main
-from ddtree_jax.checkpoint import save_checkpoint
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pair")
-    target = testing.tiny_target(
-        seed=5, vocab_size=testing.TINY_VOCABULARY, stop_token_ids=(0,), num_layers=2, sliding_windows=(None, None)
-    )
-    drafter = testing.tiny_drafter(target, block_size=4)
-    save_checkpoint(folder / "target", target.config, target.params, testing.tiny_tokenizer_files(), source="test")
-    save_checkpoint(folder / "drafter", drafter.config, drafter.params, {}, source="test")
-    return ["--target", str(folder / "target"), "--drafter", str(folder / "drafter")]
+def pair(tiny_checkpoints):
+    return ["--target", str(tiny_checkpoints / "target"), "--drafter", str(tiny_checkpoints / "drafter")]
 
 
 def run(capsys, *args):

@@ -4,33 +4,29 @@ import json
 
 import pytest
 
-from ddtree_jax import testing
 from ddtree_jax.__main__ import main
-from ddtree_jax.checkpoint import save_checkpoint
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluate")
-    target = testing.tiny_target(
-        seed=5, vocab_size=testing.TINY_VOCABULARY, stop_token_ids=(0,), num_layers=2, sliding_windows=(None, None)
-    )
-    drafter = testing.tiny_drafter(target, block_size=4)
-    save_checkpoint(folder / "target", target.config, target.params, testing.tiny_tokenizer_files(), source="test")
-    save_checkpoint(folder / "drafter", drafter.config, drafter.params, {}, source="test")
     (folder / "one.jsonl").write_text('{"id": "a", "turns": ["hi", "why?"]}\n{"id": "b", "turns": ["yes"]}\n')
     (folder / "two.jsonl").write_text('{"id": "a", "turns": ["no"]}\n')
     return folder
 
 
-def run(folder, *args, out="out", files=("one.jsonl", "two.jsonl")):
-    pair = ["--target", str(folder / "target"), "--drafter", str(folder / "drafter")]
-    prompts = ["--prompts", *(str(folder / f) for f in files)]
-    return main(["evaluate", *pair, *prompts, "--out", str(folder / out), "--max-new-tokens", "10", *args])
+@pytest.fixture
+def run(tiny_checkpoints, folder):
+    def call(*args, out="out", files=("one.jsonl", "two.jsonl")):
+        pair = ["--target", str(tiny_checkpoints / "target"), "--drafter", str(tiny_checkpoints / "drafter")]
+        prompts = ["--prompts", *(str(folder / f) for f in files)]
+        return main(["evaluate", *pair, *prompts, "--out", str(folder / out), "--max-new-tokens", "10", *args])
+
+    return call
 
 
-def test_evaluate_and_resume(folder, capsys, monkeypatch):
-    assert run(folder, "--methods", "autoregressive,ddtree", "--num-nodes", "16", "--turns", "2") == 0
+def test_evaluate_and_resume(run, folder, monkeypatch):
+    assert run("--methods", "autoregressive,ddtree", "--num-nodes", "16", "--turns", "2") == 0
     lines = (folder / "out" / "records.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     keys = {(r["set"], r["id"], r["turn"], r["variant"]) for r in records}
@@ -57,7 +53,7 @@ def test_evaluate_and_resume(folder, capsys, monkeypatch):
     asked_again = []
     generate = runs.generate
     monkeypatch.setattr(runs, "generate", lambda t, d, p, c: asked_again.extend(p) or generate(t, d, p, c))
-    assert run(folder, "--methods", "autoregressive,ddtree", "--num-nodes", "16", "--turns", "2") == 0
+    assert run("--methods", "autoregressive,ddtree", "--num-nodes", "16", "--turns", "2") == 0
     assert len(asked_again) == len(lines) - 2
     again = [json.loads(line) for line in (folder / "out" / "records.jsonl").read_text().splitlines()]
     assert {(r["set"], r["id"], r["turn"], r["variant"]) for r in again} == keys
@@ -78,13 +74,13 @@ def test_evaluate_and_resume(folder, capsys, monkeypatch):
         ([], ["two.jsonl", "two.jsonl"], "a prompt file named two was given already"),
     ],
 )
-def test_refusals(folder, capsys, args, files, message):
+def test_refusals(run, folder, capsys, args, files, message):
     out = "refused"
     if "settings.json" in message:
         out = "other"
-        assert run(folder, "--methods", "autoregressive", out=out, files=files) == 0
+        assert run("--methods", "autoregressive", out=out, files=files) == 0
         capsys.readouterr()
-    assert run(folder, *args, out=out, files=files) == 2
+    assert run(*args, out=out, files=files) == 2
     err = capsys.readouterr().err
     assert message in err and err.startswith("error: ") and err.count("\n") == 1
     assert not (folder / "refused").exists()
