@@ -9,7 +9,7 @@ from pathlib import Path
 
 from convert.errors import ConversionError, ConversionWarning, mismatch
 from convert.fields import Fields
-from convert.hf_config import LAYER_KINDS, head_counts, head_dim, refuse_variants, sliding_windows, stored_dtype
+from convert.hf_config import LAYER_KINDS, head_counts, head_dim, refuse_variants, sliding_windows
 from convert.rope_config import rope_config
 from ddtree_jax.config import DrafterConfig, TargetConfig, default_taps
 from ddtree_jax.models.abstract import check_fits
@@ -54,7 +54,7 @@ def drafter_config(
       tensor_names: of the checkpoint, without a leading "model.".
       target: what the drafter will draft for.
       sample_from_anchor: the caller says that the checkpoint has the slot layout (slot i predicts the next position).
-      dtype: of the converted parameters; None keeps the checkpoint's own.
+      dtype: of the converted parameters; None takes the target's, since drafter and target work on one hidden state.
 
     Raises:
       ConversionError: another format or variant, the slot layout without `sample_from_anchor`, a misfit to the target.
@@ -93,7 +93,7 @@ def drafter_config(
         output_multiplier=_place(config, inner, "output_multiplier").number("output_multiplier", 1.0),
         logit_softcap=softcap or None,
         embedding_scale=_place(config, inner, "input_embedding_scale").number("input_embedding_scale", 1.0),
-        dtype=dtype or stored_dtype(config),
+        dtype=dtype or target.dtype,
     )
     try:
         check_fits(result, target)

@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from ddtree_jax import __version__
 from ddtree_jax.commands import evaluate, generate
 from ddtree_jax.train import cli as train
 
@@ -14,11 +15,22 @@ COMMANDS = {
 }
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows a default where there is one to show."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False or action.default == []:
+            return action.help
+        return super()._get_help_string(action)
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ddtree_jax", description="Exact speculative decoding with draft trees.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, summary) in COMMANDS.items():
-        module.add_arguments(commands.add_parser(name, help=summary, description=summary))
+        command = commands.add_parser(name, help=summary, description=summary, formatter_class=_Help)
+        module.add_arguments(command)
     return parser
 
 

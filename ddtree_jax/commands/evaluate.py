@@ -29,15 +29,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, metavar="FOLDER", help="gets records.jsonl, summary.json, summary.md and plots")
     add("--limit", type=int, help="only the first prompts of each file")
     add("--turns", type=int, default=1, help="turns of a conversation at most")
-    add("--max-new-tokens", type=int, default=256)
-    add("--temperature", type=float, default=0.0)
-    add("--seed", type=int, default=0)
+    add("--max-new-tokens", type=int, default=256, help="new tokens a prompt at most")
+    add("--temperature", type=float, default=0.0, help="0 takes the most probable token")
+    add("--seed", type=int, default=0, help="of the draws at a temperature above 0")
     add("--batch-size", type=int, default=1, help="prompts decoded at a time")
     add("--no-chat", action="store_true", help="give prompts as they are, without the chat template")
     add("--compile-workers", type=int, default=4, help="programs compiled at a time")
 
 
 def main(args: argparse.Namespace) -> int:
+    for name in ("limit", "turns"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name} must be 1 or more; found {getattr(args, name)}")
     methods = args.methods.split(",")
     todo = runs.variants(methods, _widths(args.num_nodes))
     target = load_target(args.target)

@@ -21,16 +21,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", required=True, help="checkpoint of the target (python -m convert target)")
     add("--drafter", help="checkpoint of its drafter (python -m convert drafter)")
-    add("--method", default="ddtree", choices=[*METHODS, "all"], help="all prints the methods side by side")
+    add("--method", default="ddtree", choices=[*METHODS, "all"], help='"all" prints the methods side by side')
     add("--num-nodes", type=int, default=64, help="tree width, root included (ddtree)")
     add("--draft-depth", type=int, help="tokens drafted a round; default: all that the drafter was trained for")
     add("--prompt", action="append", default=[], help="a prompt; may be given several times")
     add("--prompts", help='file of prompts, one {"id": ..., "turns": [...]} a line; the first turn is decoded')
     add("--chat", action="store_true", help="wrap prompts in the target's chat template")
     add("--limit", type=int, help="only the first prompts of the file")
-    add("--max-new-tokens", type=int, default=128)
-    add("--temperature", type=float, default=0.0)
-    add("--seed", type=int, default=0)
+    add("--max-new-tokens", type=int, default=128, help="new tokens a prompt at most")
+    add("--temperature", type=float, default=0.0, help="0 takes the most probable token")
+    add("--seed", type=int, default=0, help="of the draws at a temperature above 0; one seed gives one text")
     add("--capacity", type=int, help="longest text in tokens, prompt included")
     add("--batch-size", type=int, default=1, help="prompts decoded at a time")
     add("--json", action="store_true", help="one JSON line a prompt and method, and nothing else")
@@ -43,6 +43,8 @@ def collect_prompts(args: argparse.Namespace) -> tuple[list[str], list[Prompt]]:
         ids.append(f"prompt-{i}")
         prompts.append(text)
     if args.prompts:
+        if args.limit is not None and args.limit < 1:
+            raise ValueError(f"--limit must be 1 or more; found {args.limit}")
         records = read_prompt_file(args.prompts)
         for record in records[: args.limit]:
             ids.append(record.id)
@@ -87,17 +89,20 @@ def to_record(out: Generation, i: int, prompt_id: str, method: str) -> dict:
 def summary_table(results: dict[str, Generation]) -> Table:
     """Methods side by side; the first row is the baseline of the speed-up. "accepted" is the mean accepted length."""
     count = len(next(iter(results.values())).tokens)
-    table = Table(title=f"{count} prompts on {jax.devices()[0].device_kind}, compile time excluded")
-    for column in ("method", "tokens", "rounds", "accepted", "tokens/s", "speed-up"):
+    prompts = f"{count} prompt{'s' if count > 1 else ''}"
+    table = Table(title=f"{prompts} on {jax.devices()[0].device_kind}, compile time excluded")
+    columns = ["method", "tokens", "rounds", "accepted", "tokens/s", *(["speed-up"] if len(results) > 1 else [])]
+    for column in columns:
         table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     base = next(iter(results.values())).tokens_per_second
     for method, out in results.items():
         accepted = out.mean_accepted_length
-        table.add_row(
+        cells = [
             method, str(sum(map(len, out.tokens))), str(sum(out.rounds)),
             "-" if accepted != accepted else f"{accepted:.2f}", f"{out.tokens_per_second:.1f}",
             f"{out.tokens_per_second / base:.2f}x",
-        )  # fmt: skip
+        ]  # fmt: skip
+        table.add_row(*cells[: len(columns)])
     return table
 
 
@@ -112,10 +117,30 @@ def compare(results: dict[str, Generation]) -> str:
     return "all methods wrote the same text"
 
 
+def verdict(target: Target, results: dict[str, Generation]) -> list[str]:
+    """What to say under a table: whether the texts agree, and what a CPU's speeds mean."""
+    lines = []
+    if len(results) > 1:
+        agreement, dtype = compare(results), target.config.dtype
+        lines.append(f"[bold]{agreement}[/bold]")
+        if dtype != "float32" and "differ" in agreement:
+            lines.append(f"In {dtype}, matrices of other shapes may flip a near-tie; in float32 the texts are equal.")
+    if jax.default_backend() == "cpu":
+        lines.append("On a CPU a pass over N nodes takes about N times as long as one token, so drafting does not pay "
+                     "here; rounds and accepted lengths are those of a GPU.")  # fmt: skip
+    return lines
+
+
 def run_methods(
-    target: Target, drafter: Drafter | None, prompts: list[Prompt], configs: dict[str, DecodeConfig]
+    target: Target, drafter: Drafter | None, prompts: list[Prompt], configs: dict[str, DecodeConfig], console: Console
 ) -> dict[str, Generation]:
-    return {name: run(target, drafter, prompts, config) for name, config in configs.items()}
+    """Decodes with each of `configs`, saying on `console` what takes the time."""
+    results = {}
+    for name, config in configs.items():
+        with console.status(f"{name}: compiling and decoding (a new shape takes a minute or so to compile)"):
+            results[name] = run(target, drafter, prompts, config)
+        console.print(f"{name}: compiled in {results[name].compile_seconds:.1f} s, ran {results[name].seconds:.1f} s")
+    return results
 
 
 def main(args: argparse.Namespace) -> int:
@@ -125,7 +150,8 @@ def main(args: argparse.Namespace) -> int:
     target = load_target(args.target)
     drafter = load_drafter(args.drafter, target) if args.drafter else None
     methods = METHODS if args.method == "all" else (args.method,)
-    results = run_methods(target, drafter, prompts, {m: decode_config(args, m) for m in methods})
+    configs = {method: decode_config(args, method) for method in methods}
+    results = run_methods(target, drafter, prompts, configs, Console(stderr=True, quiet=args.json))
     if args.json:
         for method, out in results.items():
             for i, prompt_id in enumerate(ids):
@@ -140,11 +166,6 @@ def main(args: argparse.Namespace) -> int:
         console.print(f"[bold]{escape(prompt_id)}[/bold] ({shown.finish_reasons[i]})")
         console.print(escape(text) + "\n", highlight=False)
     console.print(summary_table(results))
-    if len(results) > 1:
-        verdict = compare(results)
-        console.print(f"[bold]{verdict}[/bold]")
-        if target.config.dtype != "float32" and "differ" in verdict:
-            console.print(
-                f"In {target.config.dtype}, matrices of other shapes may flip a near-tie; float32 shows exact equality."
-            )
+    for line in verdict(target, results):
+        console.print(line)
     return 0

@@ -12,12 +12,13 @@ def plot_all(rows: Sequence[dict], folder: str | Path) -> list[Path]:
     sets = list(dict.fromkeys(r["set"] for r in rows))
     shown = [r for r in rows if r["set"] == ("all" if "all" in sets else sets[0])]
     folder = Path(folder)
-    return [
-        _over_width(rows, folder / "accepted_length.png", "accepted", "mean accepted length"),
-        _over_width(rows, folder / "tokens_per_second.png", "tokens_per_second", "tokens/s"),
-        _histogram(shown, folder / "histogram.png"),
-        _by_depth(shown, folder / "acceptance_by_depth.png"),
-    ]
+    paths = [_histogram(shown, folder / "histogram.png"), _by_depth(shown, folder / "acceptance_by_depth.png")]
+    if any("-" in r["variant"] for r in rows):  # trees, so widths to plot over
+        paths += [
+            _over_width(rows, folder / "accepted_length.png", "accepted", "mean accepted length"),
+            _over_width(rows, folder / "tokens_per_second.png", "tokens_per_second", "tokens/s"),
+        ]
+    return paths
 
 
 def _figure():

@@ -54,7 +54,8 @@ class Results:
             for key in sorted(set(found) | set(settings)):
                 if found.get(key) != settings.get(key):
                     raise ValueError(
-                        f"{file}: {key}: expected {settings.get(key)!r}, found {found.get(key)!r}; use another folder"
+                        f"{file}: made with {key} = {found.get(key)!r}, this run has {settings.get(key)!r}; "
+                        "use another folder"
                     )
         else:
             file.write_text(json.dumps(settings, indent=2))

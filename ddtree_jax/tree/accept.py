@@ -16,15 +16,18 @@ from ddtree_jax.tree.draft_tree import DraftTree, pack_bits, unpack_bits
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Acceptance:
-    """What one round accepted, per slot."""
+    """What one round accepted, per slot.
+
+    Attributes:
+      path: [B, P] int32, nodes from the root (entry 0) to the deepest accepted node, which fills the rest of the row.
+      length: [B] int32, accepted nodes, root included, 1 <= length <= P. Also the number of tokens committed.
+      tokens: [B, P] int32, the text this round adds, `draws` at the path's nodes: the tokens of path nodes 1, 2, ...
+        and last the next root (the draw that no child matched). Entry k is valid for k < length.
+    """
 
     path: jax.Array
-    """[B, P] int32: nodes from the root (entry 0) to the deepest accepted node, which fills the rest of the row."""
     length: jax.Array
-    """[B] int32: accepted nodes, root included, 1 <= length <= P. Also the number of tokens committed."""
     tokens: jax.Array
-    """[B, P] int32: the text this round adds, `draws` at the path's nodes: the tokens of path nodes 1, 2, ... and
-    last the next root (the draw that no child matched). Entry k is valid for k < length."""
 
 
 def accept(tree: DraftTree, draws: jax.Array, *, max_path: int) -> Acceptance:

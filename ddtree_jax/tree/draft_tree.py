@@ -23,20 +23,22 @@ class DraftTree:
     for the text from the root down to it. Parents come before children. Nodes `size[b]`, `size[b] + 1`, ... of
     slot b are padding: token 0, parent 0, depth 0, log_prob -inf, and they see nothing but themselves (so that a
     softmax over what a node sees is never empty).
+
+    Attributes:
+      tokens: [B, N] int32, the token at each node.
+      parent: [B, N] int32, the parent's node index; the root's parent is 0.
+      depth: [B, N] int32, edges from the root; a node's position in the text is the root's position + depth.
+      log_prob: [B, N] float32, sum of the drafter's log probabilities (nats) from the root; 0 at the root.
+      size: [B] int32, live nodes, root included, so 1 <= size <= N.
+      ancestors: [B, N, Q] uint32, bit j % 32 of word j // 32 in row i says that node j is i or an ancestor of i.
     """
 
     tokens: jax.Array
-    """[B, N] int32: the token at each node."""
     parent: jax.Array
-    """[B, N] int32: the parent's node index; the root's parent is 0."""
     depth: jax.Array
-    """[B, N] int32: edges from the root; a node's position in the text is the root's position + depth."""
     log_prob: jax.Array
-    """[B, N] float32: sum of the drafter's log probabilities (nats) from the root; 0 at the root."""
     size: jax.Array
-    """[B] int32: live nodes, root included, so 1 <= size <= N."""
     ancestors: jax.Array
-    """[B, N, Q] uint32: bit j % 32 of word j // 32 in row i says that node j is i or an ancestor of i."""
 
     @property
     def num_nodes(self) -> int:

@@ -66,7 +66,7 @@ def test_evaluate_and_resume(run, folder, monkeypatch):
         (
             ["--temperature", "1"],
             ["two.jsonl"],
-            "settings.json: temperature: expected 1.0, found 0.0; use another folder",
+            "settings.json: made with temperature = 0.0, this run has 1.0; use another folder",
         ),
         (["--methods", "medusa"], ["two.jsonl"], "method 'medusa' is unknown"),
         (["--num-nodes", "16,x"], ["two.jsonl"], "--num-nodes must be comma-separated integers; found '16,x'"),
