@@ -1,6 +1,7 @@
 """Typed reading of a config.json: every value is checked where it is read, and an error names file and key."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,8 @@ class Fields:
         value = self._get(key, default, "a number")
         if value is default:
             return value
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(key, expected="a number", found=repr(value))
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.error(key, expected="a finite number", found=repr(value))
         return float(value)
 
     def flag(self, key: str, default: Any = _REQUIRED) -> bool:

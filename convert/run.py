@@ -15,6 +15,7 @@ from convert.safetensors_source import SafetensorsSource
 from convert.source import Renamed
 from ddtree_jax.checkpoint import check_free, load_config
 from ddtree_jax.config import DrafterConfig, TargetConfig
+from ddtree_jax.tokenizer import Tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
@@ -109,6 +110,11 @@ def _check_tokenizer(path: Path, files: dict[str, bytes | Path], config: TargetC
     content = files.get("tokenizer.json")
     if content is None:
         raise mismatch(path / "tokenizer.json", "file", expected="a tokenizer of the tokenizers library", found="none")
+    if path.is_dir():  # what loading will read, read now
+        try:
+            Tokenizer.from_folder(path).check_chat_template()
+        except ValueError as error:
+            raise ConversionError(str(error) if str(path) in str(error) else f"{path}: tokenizer: {error}") from None
     text = content.decode() if isinstance(content, bytes) else content.read_text(encoding="utf-8")
     try:
         vocabulary = tokenizers.Tokenizer.from_str(text).get_vocab(with_added_tokens=True)

@@ -4,7 +4,7 @@ import concurrent.futures
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 
@@ -56,7 +56,7 @@ class Generation:
 
 
 def generate(
-    target: Target, drafter: Drafter | None, prompts: Prompt | Sequence[Prompt], config: DecodeConfig | None = None
+    target: Target, drafter: Drafter | None, prompts: str | Iterable[Prompt], config: DecodeConfig | None = None
 ) -> Generation:
     """Decodes prompts, `batch_size` at a time, each batch in one call on the device.
 

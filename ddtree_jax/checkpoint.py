@@ -9,6 +9,7 @@ A checkpoint is written into a sibling folder and renamed at the end, so a folde
 """
 
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -261,9 +262,13 @@ def load_params(path: str | Path, abstract_params: Any) -> Any:
 
 
 def _replace(new: Path, old: Path) -> None:
-    """Renames `new` to `old`; an existing `old` is put aside first and comes back if the rename fails."""
+    """Renames `new` to `old`. An existing `old` is swapped with it at once where the system can, so that a kill at any
+    moment leaves one or the other; elsewhere it is put aside first and comes back if the rename fails."""
     if not old.exists() or not any(old.iterdir()):
         os.rename(new, old)  # POSIX replaces an empty folder
+        return
+    if _exchange(new, old):
+        shutil.rmtree(new, ignore_errors=True)
         return
     aside = old.parent / f".{old.name}.replaced-{secrets.token_hex(4)}"
     os.rename(old, aside)
@@ -273,6 +278,16 @@ def _replace(new: Path, old: Path) -> None:
         os.rename(aside, old)
         raise
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swaps two paths atomically (renameat2 with RENAME_EXCHANGE of Linux); False where that is not to be had."""
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError):
+        return False
+    at_cwd, exchange = -100, 2
+    return renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0
 
 
 def _plain(tree: Any) -> Any:

@@ -1,7 +1,8 @@
 """From prompts and settings to the arguments of the jitted loop."""
 
 import functools
-from collections.abc import Sequence
+import numbers
+from collections.abc import Iterable, Mapping
 
 import jax
 import numpy as np
@@ -14,11 +15,18 @@ from ddtree_jax.prompts import Prompt, encode_prompt
 
 
 def prepare(
-    target: Target, drafter: Drafter | None, prompts: Prompt | Sequence[Prompt], config: DecodeConfig
+    target: Target, drafter: Drafter | None, prompts: str | Iterable[Prompt], config: DecodeConfig
 ) -> tuple[list[list[int]], Plan]:
     """Token ids of every prompt, and the plan. Raises ValueError on anything that cannot be decoded."""
     if isinstance(prompts, str):
         prompts = [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | bytes):
+        raise ValueError(f"prompts must be a text or a list of prompts; found {type(prompts).__name__}")
+    prompts = list(prompts)
+    if prompts and all(isinstance(p, numbers.Integral) for p in prompts):
+        raise ValueError("prompts must be a list of prompts; found one list of token ids: wrap it in a list")
+    if prompts and all(isinstance(p, Mapping) for p in prompts):
+        raise ValueError("prompts must be a list of prompts; found the messages of one chat: wrap them in a list")
     encoded = [_encode(target, prompt, i) for i, prompt in enumerate(prompts)]
     plan = make_plan(config, target.config, None if drafter is None else drafter.config, [len(e) for e in encoded])
     return encoded, plan

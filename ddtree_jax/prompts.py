@@ -33,7 +33,7 @@ def encode_prompt(tokenizer: Tokenizer | None, prompt: Prompt, **template_kwargs
 
     Args:
       tokenizer: may be None for token ids.
-      prompt: text (special tokens only as the tokenizer's post-processor adds them), token ids (taken as they are), or
+      prompt: text (see `Tokenizer.encode`), token ids (taken as they are), or
         chat messages (rendered by the checkpoint's chat template, with the assistant's turn opened).
       template_kwargs: for the chat template, e.g. `enable_thinking=False`.
 

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import jinja2.sandbox
 import tokenizers
 
 _REPLACEMENT = "\ufffd"  # what decoders put in place of bytes that are not UTF-8 (yet)
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -63,8 +65,10 @@ class Tokenizer:
         return cls(backend, chat_template=template, special_tokens=named)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. Special tokens are added only where the tokenizer's own post-processor adds them."""
-        return self._backend.encode(text, add_special_tokens=True).ids
+        """Token ids of `text`. Special tokens are added only where the tokenizer's own post-processor adds them, but
+        those spelled out in `text` are read as such (as Hugging Face does). Raises ValueError on invalid Unicode.
+        """
+        return self._encode(text, add_special_tokens=True)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids` without special tokens; bytes that are not UTF-8 become U+FFFD."""
@@ -99,7 +103,7 @@ class Tokenizer:
             return self._compiled.render(
                 **values, messages=[dict(m) for m in messages], add_generation_prompt=add_generation_prompt
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template may fail in any way that Python can
             raise ValueError(f"the chat template refused the messages: {error}") from None
 
     def encode_chat(
@@ -107,7 +111,21 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of the rendered messages. The template writes every special token itself, so none is added."""
         text = self.apply_chat_template(messages, add_generation_prompt, **kwargs)
-        return self._backend.encode(text, add_special_tokens=False).ids
+        return self._encode(text, add_special_tokens=False)
+
+    def check_chat_template(self) -> None:
+        """Raises ValueError if there is a chat template and it is not valid Jinja."""
+        if self.chat_template is not None:
+            try:
+                _environment().from_string(self.chat_template)
+            except jinja2.TemplateError as error:
+                raise ValueError(f"the chat template is not valid: {error}") from None
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeError):  # lone surrogates, which bytes of a command line that are not UTF-8 become
+            raise ValueError(f"the text is not valid Unicode: {text[:40]!r}") from None
 
 
 class IncrementalDecoder:
@@ -128,6 +146,8 @@ class IncrementalDecoder:
         self._window.extend(int(i) for i in ids)
         text = self._tokenizer.decode(self._window)
         complete = text.rstrip(_REPLACEMENT)
+        if self._window and _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(self._window[-1]) or ""):
+            return ""  # byte-fallback decoders judge a run of byte tokens as a whole
         piece = complete[len(self._sent) :]
         self._sent = max(self._sent, complete, key=len)
         if complete == text and piece:  # tokens without text stay: alone they are no context for the next one

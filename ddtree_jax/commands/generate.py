@@ -14,6 +14,7 @@ from ddtree_jax.api import Generation
 from ddtree_jax.api import generate as run
 from ddtree_jax.config import METHODS, DecodeConfig
 from ddtree_jax.loading import Drafter, Target, load_drafter, load_target
+from ddtree_jax.prepare import prepare
 from ddtree_jax.prompts import Prompt, read_prompt_file
 
 
@@ -135,6 +136,8 @@ def run_methods(
     target: Target, drafter: Drafter | None, prompts: list[Prompt], configs: dict[str, DecodeConfig], console: Console
 ) -> dict[str, Generation]:
     """Decodes with each of `configs`, saying on `console` what takes the time."""
+    for config in configs.values():  # refuse what cannot run before anything compiles
+        prepare(target, drafter, prompts, config)
     results = {}
     for name, config in configs.items():
         with console.status(f"{name}: compiling and decoding (a new shape takes a minute or so to compile)"):

@@ -22,8 +22,7 @@ from ddtree_jax.decode.sampling import draw
 from ddtree_jax.decode.state import DecodeState, Request, clip_commit, write_rows
 from ddtree_jax.models.cache import KVCache, append_rows, commit_path
 from ddtree_jax.models.decoder import Decoder, TargetPass
-from ddtree_jax.models.dflash import block_visibility
-from ddtree_jax.tree import Acceptance, DraftTree, accept, gather_path
+from ddtree_jax.tree import Acceptance, DraftTree, accept, gather_path, static_bits
 
 
 @flax.struct.dataclass
@@ -87,7 +86,7 @@ class DecodeLoop:
         S is a multiple of `chunk`; passes that hold no live token are skipped.
         """
         chunk, taps = self.chunk, self.proposer.taps
-        causal = jnp.asarray(block_visibility(chunk, causal=True))
+        causal = jnp.asarray(static_bits(np.tri(chunk, dtype=bool)))
         causal = jnp.broadcast_to(causal[None], (prompt.shape[0], *causal.shape))
 
         def one_chunk(carry):

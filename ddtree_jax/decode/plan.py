@@ -4,12 +4,13 @@ Shapes are rounded up to buckets, so that prompts of one bucket share one execut
 """
 
 import dataclasses
-import math
+import numbers
 from collections.abc import Sequence
 
 from ddtree_jax.config import MAX_NODES, METHODS, DecodeConfig, DrafterConfig, TargetConfig
 from ddtree_jax.decode.loop import DecodeLoop
 from ddtree_jax.decode.proposers import DFlashProposer, NoDraft, Proposer
+from ddtree_jax.models.abstract import check_fits
 from ddtree_jax.models.decoder import Decoder
 
 MIN_BUCKET = 16
@@ -44,7 +45,7 @@ class Plan:
 
 def bucket(size: int) -> int:
     """The smallest power of two that holds `size`, at least MIN_BUCKET."""
-    return max(MIN_BUCKET, 1 << (size - 1).bit_length())
+    return max(MIN_BUCKET, 1 << (int(size) - 1).bit_length())
 
 
 def _check(condition: bool, message: str) -> None:
@@ -53,17 +54,21 @@ def _check(condition: bool, message: str) -> None:
 
 
 def _is_int(value: object, low: int, high: int | None = None) -> bool:
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low
+    ok = isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= low
     return ok and (high is None or value <= high)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def check_config(config: DecodeConfig, target: TargetConfig, drafter: DrafterConfig | None) -> None:
     """Raises ValueError on a setting out of range, naming it, what is allowed and what was found."""
     c = config
     _check(c.method in METHODS, f"method {c.method!r} is unknown; known: {', '.join(METHODS)}")
-    _check(
-        c.method == "autoregressive" or drafter is not None, f"method {c.method!r} needs a drafter, and none was given"
-    )
+    if c.method != "autoregressive":
+        _check(drafter is not None, f"method {c.method!r} needs a drafter, and none was given")
+        check_fits(drafter, target)
     low = 2 if c.method == "ddtree" else 1
     _check(
         _is_int(c.num_nodes, low, MAX_NODES),
@@ -77,17 +82,19 @@ def check_config(config: DecodeConfig, target: TargetConfig, drafter: DrafterCon
         )
     _check(_is_int(c.max_new_tokens, 1), f"max_new_tokens must be 1 or more; found {c.max_new_tokens!r}")
     _check(
-        isinstance(c.temperature, int | float) and math.isfinite(c.temperature) and c.temperature >= 0,
-        f"temperature must be finite and not negative; found {c.temperature!r}",
+        isinstance(c.temperature, numbers.Real)
+        and not isinstance(c.temperature, bool)
+        and (c.temperature == 0 or 1e-3 <= c.temperature <= 1e3),
+        f"temperature must be 0 (most probable token) or 0.001..1000; found {c.temperature!r}",
     )
+    seeds = c.seed if _is_list(c.seed) else (c.seed,)
     _check(
-        c.temperature == 0 or c.temperature >= 1e-3,
-        f"temperature must be 0 (most probable token) or at least 0.001; found {c.temperature!r}",
-    )
-    seeds = (c.seed,) if isinstance(c.seed, int) else c.seed
-    _check(
-        isinstance(seeds, Sequence) and all(_is_int(s, 0, 2**32 - 1) for s in seeds),
+        all(_is_int(s, 0, 2**32 - 1) for s in seeds),
         f"seed must be an integer in 0..2^32-1, or one a prompt; found {c.seed!r}",
+    )
+    _check(
+        c.stop_token_ids is None or _is_list(c.stop_token_ids),
+        f"stop_token_ids must be a list of token ids or None; found {c.stop_token_ids!r}",
     )
     for token in c.stop_token_ids or ():
         _check(
@@ -116,8 +123,8 @@ def make_proposer(config: DecodeConfig, target: Decoder, drafter: DrafterConfig 
     return DFlashProposer(
         target=target,
         config=drafter,
-        depth=config.draft_depth or drafter.depth,
-        num_nodes=config.num_nodes if config.method == "ddtree" else None,
+        depth=int(config.draft_depth or drafter.depth),
+        num_nodes=int(config.num_nodes) if config.method == "ddtree" else None,
     )
 
 
@@ -135,7 +142,7 @@ def make_plan(
     capacity = config.capacity or min(target.max_position, prompt_rows + bucket(config.max_new_tokens))
     for i, length in enumerate(prompt_lengths):
         _check(length < capacity, f"prompt {i} has {length} tokens, which leaves no room in a capacity of {capacity}")
-    seeds = (config.seed,) * count if isinstance(config.seed, int) else tuple(config.seed)
+    seeds = tuple(config.seed) if _is_list(config.seed) else (config.seed,) * count
     _check(len(seeds) == count, f"{len(seeds)} seeds were given for {count} prompts")
 
     chunk = min(config.prefill_chunk, prompt_rows)
@@ -145,7 +152,7 @@ def make_plan(
     stops = target.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
     return Plan(
         loop=DecodeLoop(target=decoder, proposer=proposer, sample=config.temperature > 0, chunk=chunk),
-        batch=min(config.batch_size or MAX_DEFAULT_BATCH, count),
+        batch=config.batch_size or min(MAX_DEFAULT_BATCH, count),
         prompt_rows=prompt_rows,
         cache_rows=-(-rows // ROW_TILE) * ROW_TILE,
         output_rows=bucket(min(config.max_new_tokens, capacity)) + proposer.max_path,

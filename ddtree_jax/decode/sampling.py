@@ -14,7 +14,9 @@ def position_noise(seeds: jax.Array, positions: jax.Array, vocab_size: int) -> j
     """Gumbel noise [B, P, V] float32 for seeds [B] uint32 at absolute positions [B, P] int32."""
 
     def one(seed, position):
-        key = jax.random.fold_in(jax.random.key(seed), position.astype(jnp.uint32))
+        # Named, since other generators (rbg) give other bits under vmap of another shape.
+        key = jax.random.key(seed, impl="threefry2x32")
+        key = jax.random.fold_in(key, position.astype(jnp.uint32))
         return jax.random.gumbel(key, (vocab_size,), jnp.float32)
 
     return jax.vmap(jax.vmap(one, (None, 0)))(seeds, positions)
@@ -42,7 +44,8 @@ def draw(
       sample: False takes the argmax and ignores seeds and temperature.
 
     Returns:
-      [B, N] int32. Ties take the smallest token id.
+      [B, N] int32. Of equal logits the smallest token id is taken. (Equal rows of the head need not give equal logits:
+      the last bits of a matrix product may depend on its shape.)
     """
     if sample:
         positions = first_position[:, None] + jnp.arange(num_depths, dtype=jnp.int32)[None, :]

@@ -70,7 +70,8 @@ class Results:
         whole = text[: text.rfind("\n") + 1]  # a killed run may leave half a line
         if len(whole) != len(text):
             self._file.write_text(whole, encoding="utf-8")
-        return [json.loads(line) for line in whole.splitlines()]
+        # Not splitlines(): JSON text may hold U+2028 and its like unescaped.
+        return [json.loads(line) for line in whole.split("\n") if line]
 
     def has(self, key: tuple) -> bool:
         """Whether (set, variant, turn, id) has been run."""
@@ -176,7 +177,7 @@ def run_all(
                 asked = questions(name, records, turn, answers, chat)
                 missing = [q for q in asked if not results.has((name, variant.name, turn, q.id))]
                 progress(len(asked) - len(missing))
-                for group in _groups(missing, PROMPTS_PER_WRITE):
+                for group in _groups(missing, max(PROMPTS_PER_WRITE, base.batch_size or 1)):
                     results.append(_run_group(target, drafter, variant, base, group))
                     progress(len(group))
 

@@ -49,6 +49,7 @@ def check_fits(drafter: DrafterConfig, target: TargetConfig) -> None:
     require("hidden_size", t.hidden_size, d.hidden_size, d.hidden_size == t.hidden_size)
     require("target_num_layers", t.num_layers, d.target_num_layers, d.target_num_layers == t.num_layers)
     require("target_vocab_size", t.vocab_size, d.target_vocab_size, d.target_vocab_size == t.vocab_size)
+    require("block_size", "2 or more", d.block_size, d.block_size >= 2)
     require("mask_token_id", f"0..{t.vocab_size - 1}", d.mask_token_id, 0 <= d.mask_token_id < t.vocab_size)
     ids = d.target_layer_ids
     ascending = all(a < b for a, b in itertools.pairwise(ids))

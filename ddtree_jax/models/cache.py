@@ -54,7 +54,8 @@ def append_rows(cache: KVCache, rows: TreeKV, count: jax.Array) -> KVCache:
 
     def write(old, new):
         def one(c, t, n):
-            return jax.lax.dynamic_update_slice(c, t, (0, n, 0))
+            zero = jnp.zeros_like(n)
+            return jax.lax.dynamic_update_slice(c, t, (zero, n, zero))
 
         return jax.vmap(one)(old, new, cache.length)
 

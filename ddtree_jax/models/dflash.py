@@ -15,17 +15,15 @@ from ddtree_jax.config import DrafterConfig
 from ddtree_jax.models.cache import KVCache, TreeKV, append_rows
 from ddtree_jax.models.layers import MLP, Linear, RMSNorm, split_heads
 from ddtree_jax.models.rope import apply_rope, rope_tables
+from ddtree_jax.tree import static_bits
 from pallas_kernels.tree_attention import tree_attention
 
 
-def block_visibility(slots: int, causal: bool) -> np.ndarray:
-    """[slots, ceil(slots / 32)] uint32: which slots a slot sees, all of them or the earlier ones and itself."""
-    seen = np.tri(slots, dtype=bool) if causal else np.ones((slots, slots), bool)
-    words = -(-slots // 32)
-    padded = np.zeros((slots, words * 32), bool)
-    padded[:, :slots] = seen
-    bits = padded.reshape(slots, words, 32).astype(np.uint64) << np.arange(32, dtype=np.uint64)
-    return bits.sum(-1).astype(np.uint32)
+def block_visibility(slots: int, causal: bool, sliding_window: int | None) -> np.ndarray:
+    """[slots, slots] bool: the slots of its block that a slot sees, all or up to itself, within the window."""
+    distance = np.arange(slots)[:, None] - np.arange(slots)[None, :]
+    seen = distance >= 0 if causal else np.ones((slots, slots), bool)
+    return seen if sliding_window is None else seen & (abs(distance) < sliding_window)
 
 
 class DraftAttention(nn.Module):
@@ -51,7 +49,7 @@ class DraftAttention(nn.Module):
         c = self.config
         q = apply_rope(self.q_norm(split_heads(self.q_proj(x), c.num_heads)), *rope)
         k, v = self.keys_values(x, rope)
-        seen = jnp.asarray(block_visibility(x.shape[1], self.causal))
+        seen = jnp.asarray(static_bits(block_visibility(x.shape[1], self.causal, self.sliding_window)))
         out = tree_attention(
             q, keys, values, lengths, k, v, jnp.broadcast_to(seen[None], (x.shape[0], *seen.shape)),
             scale=c.head_dim**-0.5, sliding_window=self.sliding_window, positions=positions,

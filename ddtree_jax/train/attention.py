@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ddtree_jax.models.dflash import block_visibility
 from ddtree_jax.models.layers import precision_of
 
 _MASKED = -1e30  # finite: a row without any visible key must not become NaN
@@ -157,11 +158,7 @@ def _scores(spec, slots, q, k_context, first, last, blocks):
     s_context = jnp.where(visible, s_context, jnp.float32(_MASKED))
     if blocks is None:
         return s_context, None
-    slot = jnp.arange(slots, dtype=jnp.int32)
-    distance = slot[:, None] - slot[None, :]
-    seen = distance >= 0 if spec.causal else jnp.ones((slots, slots), bool)
-    if spec.window is not None:
-        seen &= distance < spec.window
+    seen = jnp.asarray(block_visibility(slots, spec.causal, spec.window))
     s_block = _dot("bkcmd,bkcjd->bkcmj", q, blocks[0]) * jnp.float32(spec.scale)
     return s_context, jnp.where(jnp.tile(seen, (group, 1))[None, None, None], s_block, jnp.float32(_MASKED))
 

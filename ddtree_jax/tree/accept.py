@@ -10,7 +10,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from ddtree_jax.tree.draft_tree import DraftTree, pack_bits, unpack_bits
+from ddtree_jax.tree.draft_tree import DraftTree
+from pallas_kernels.tree_attention.masks import pack_bits, unpack_bits
 
 
 @jax.tree_util.register_dataclass

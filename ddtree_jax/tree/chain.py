@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ddtree_jax.tree.draft_tree import WORD_BITS, DraftTree, num_words
+from ddtree_jax.tree.draft_tree import DraftTree, static_bits
 
 
 def chain_tree(tokens: jax.Array, log_probs: jax.Array, root_tokens: jax.Array) -> DraftTree:
@@ -55,7 +55,7 @@ def chain_tree(tokens: jax.Array, log_probs: jax.Array, root_tokens: jax.Array) 
         depth=same_in_every_slot(index),
         log_prob=jnp.concatenate([jnp.zeros((batch, 1), jnp.float32), jnp.cumsum(own, axis=1)], axis=1),
         size=jnp.full((batch,), num_nodes, jnp.int32),
-        ancestors=same_in_every_slot(_causal_bits(num_nodes)),
+        ancestors=same_in_every_slot(static_bits(np.tri(num_nodes, dtype=bool))),
     )
 
 
@@ -75,11 +75,3 @@ def root_tree(root_tokens: jax.Array) -> DraftTree:
         raise ValueError(f"root_tokens must be [B] int32, got {root_tokens.shape} {root_tokens.dtype}")
     nothing = (root_tokens.shape[0], 0)
     return chain_tree(jnp.zeros(nothing, jnp.int32), jnp.zeros(nothing, jnp.float32), root_tokens)
-
-
-def _causal_bits(num_nodes: int) -> np.ndarray:
-    """[N, Q] uint32: row i has the bits 0..i."""
-    visible = np.zeros((num_nodes, num_words(num_nodes) * WORD_BITS), np.uint32)
-    visible[:, :num_nodes] = np.tri(num_nodes, dtype=np.uint32)
-    shifted = np.left_shift(visible, np.arange(visible.shape[1], dtype=np.uint32) % np.uint32(WORD_BITS))
-    return shifted.reshape(num_nodes, -1, WORD_BITS).sum(axis=-1, dtype=np.uint32)

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.tree_attention.masks import unpack_bits
+
 WORD_BITS = 32
 
 
@@ -51,23 +53,13 @@ def num_words(num_nodes: int) -> int:
     return -(-num_nodes // WORD_BITS)
 
 
-def pack_bits(flags: jax.Array) -> jax.Array:
-    """Packs flags [..., N] bool into words [..., Q] uint32; bits past N are 0."""
-    *lead, num_nodes = flags.shape
-    words = num_words(num_nodes)
-    pad = [(0, 0)] * len(lead) + [(0, words * WORD_BITS - num_nodes)]
-    bits = jnp.pad(flags, pad).reshape(*lead, words, WORD_BITS)  # [..., Q, 32]
+def static_bits(visible: np.ndarray) -> np.ndarray:
+    """Packs a mask known in advance: visible [N, N] bool -> [N, Q] uint32, for chains, blocks and prompt chunks."""
+    num_nodes = visible.shape[-1]
+    padded = np.zeros((len(visible), num_words(num_nodes) * WORD_BITS), bool)
+    padded[:, :num_nodes] = visible
     weights = np.left_shift(np.uint32(1), np.arange(WORD_BITS, dtype=np.uint32))
-    # Each bit is set at most once, so the sum is the bitwise or.
-    return jnp.sum(jnp.where(bits, weights, jnp.uint32(0)), axis=-1, dtype=jnp.uint32)
-
-
-def unpack_bits(words: jax.Array, num_nodes: int) -> jax.Array:
-    """The inverse of `pack_bits`: words [..., Q] uint32 to flags [..., N] bool."""
-    shifts = jnp.arange(WORD_BITS, dtype=jnp.uint32).reshape((1,) * words.ndim + (WORD_BITS,))
-    bits = jnp.right_shift(words[..., None], shifts) & jnp.uint32(1)  # [..., Q, 32]
-    flat = bits.reshape(*words.shape[:-1], words.shape[-1] * WORD_BITS)
-    return flat[..., :num_nodes] != 0
+    return np.sum(padded.reshape(len(visible), -1, WORD_BITS) * weights, axis=-1, dtype=np.uint32)
 
 
 def unpack_ancestors(tree: DraftTree) -> jax.Array:
@@ -104,17 +96,9 @@ def ancestor_bits(parent: jax.Array, size: jax.Array, max_depth: int) -> jax.Arr
     index = jnp.arange(num_nodes, dtype=jnp.int32)[None]  # [1, N]
     # A padding node is its own ancestor, so that it never reaches the root.
     jump = jnp.where(index < size[:, None], parent, index)
-    bits = jnp.broadcast_to(_own_bits(num_nodes)[None], (batch, num_nodes, num_words(num_nodes)))
+    bits = jnp.broadcast_to(static_bits(np.eye(num_nodes, dtype=bool))[None], (batch, num_nodes, num_words(num_nodes)))
     for step in range(max_depth.bit_length()):  # ceil(log2(max_depth + 1))
         if step:
             jump = jnp.take_along_axis(jump, jump, axis=1, mode="clip")
         bits = bits | jnp.take_along_axis(bits, jump[:, :, None], axis=1, mode="clip")
-    return bits
-
-
-def _own_bits(num_nodes: int) -> np.ndarray:
-    """[N, Q] uint32 with bit i set in row i."""
-    index = np.arange(num_nodes)
-    bits = np.zeros((num_nodes, num_words(num_nodes)), np.uint32)
-    bits[index, index // WORD_BITS] = np.left_shift(np.uint32(1), (index % WORD_BITS).astype(np.uint32))
     return bits

@@ -111,7 +111,7 @@ def test_drafter_cache_equals_a_full_recompute(pair):
 def full_context(target, drafter, tokens):
     from ddtree_jax.models.cache import KVCache
     from ddtree_jax.models.decoder import Decoder
-    from ddtree_jax.models.dflash import block_visibility
+    from ddtree_jax.tree import static_bits
 
     c = target.config
     cache = KVCache.empty(
@@ -120,7 +120,7 @@ def full_context(target, drafter, tokens):
     positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
     out = Decoder(c).apply(
         {"params": target.params}, jnp.asarray([tokens], jnp.int32), positions,
-        jnp.asarray(block_visibility(len(tokens), True))[None], cache, drafter.config.target_layer_ids,
+        jnp.asarray(static_bits(np.tri(len(tokens), dtype=bool)))[None], cache, drafter.config.target_layer_ids,
     )  # fmt: skip
     variables = {"params": drafter.params}
     return DFlash(drafter.config).apply(variables, out.features, positions, method=DFlash.context_rows)

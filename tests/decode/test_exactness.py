@@ -158,7 +158,7 @@ def test_bfloat16_differs_only_at_near_ties(pair):
 def top2_margin(target, tokens):
     from ddtree_jax.models.cache import KVCache
     from ddtree_jax.models.decoder import Decoder
-    from ddtree_jax.models.dflash import block_visibility
+    from ddtree_jax.tree import static_bits
 
     c = target.config
     cache = KVCache.empty(
@@ -168,7 +168,7 @@ def top2_margin(target, tokens):
     variables = {"params": target.params}
     out = Decoder(c).apply(
         variables, jnp.asarray([tokens]), jnp.arange(n, dtype=jnp.int32)[None],
-        jnp.asarray(block_visibility(n, True))[None], cache,
+        jnp.asarray(static_bits(np.tri(n, dtype=bool)))[None], cache,
     )  # fmt: skip
     logits = Decoder(c).apply(variables, out.hidden[:, -1], method=Decoder.logits)[0]
     top = jax.lax.top_k(logits, 2)[0]

@@ -1,6 +1,7 @@
 """Settings out of range end in one clear error before anything compiles."""
 
 import jax
+import numpy as np
 import pytest
 
 import ddtree_jax as dt
@@ -21,9 +22,14 @@ DRAFTER = testing.tiny_drafter_config(TARGET)
         (dict(draft_depth=8), [3], "draft_depth must be 1..7; found 8"),
         (dict(draft_depth=0), [3], "draft_depth must be 1..7; found 0"),
         (dict(max_new_tokens=0), [3], "max_new_tokens must be 1 or more; found 0"),
-        (dict(temperature=-0.5), [3], "temperature must be finite and not negative; found -0.5"),
-        (dict(temperature=float("nan")), [3], "temperature must be finite and not negative; found nan"),
-        (dict(temperature=1e-9), [3], "temperature must be 0 .* or at least 0.001; found 1e-09"),
+        (dict(temperature=-0.5), [3], r"temperature must be 0 .* or 0.001..1000; found -0.5"),
+        (dict(temperature=float("nan")), [3], r"temperature must be 0 .* or 0.001..1000; found nan"),
+        (dict(temperature=1e-9), [3], r"temperature must be 0 .* or 0.001..1000; found 1e-09"),
+        (dict(temperature=10**400), [3], "temperature must be"),
+        (dict(temperature=True), [3], "temperature must be 0 .*; found True"),
+        (dict(stop_token_ids=5), [3], "stop_token_ids must be a list of token ids or None; found 5"),
+        (dict(stop_token_ids=(i for i in (5, 6))), [3], "stop_token_ids must be a list .*; found <generator"),
+        (dict(seed=b"a"), [3], "seed must be an integer"),
         (dict(seed=-1), [3], "seed must be an integer in 0..2\\^32-1"),
         (dict(seed=(1, 2)), [3], "2 seeds were given for 1 prompts"),
         (dict(stop_token_ids=(61,)), [3], "stop_token_ids must be in 0..60; found 61"),
@@ -41,6 +47,24 @@ def test_refusals(settings, lengths, message):
         make_plan(dt.DecodeConfig(**settings), TARGET, DRAFTER, lengths)
 
 
+def test_numpy_numbers_are_numbers():
+    config = dt.DecodeConfig(
+        num_nodes=np.int64(16), max_new_tokens=np.int32(5), temperature=np.float32(0.7), seed=np.uint32(3),
+        stop_token_ids=[np.int64(7)], capacity=np.int64(40),
+    )  # fmt: skip
+    assert make_plan(config, TARGET, DRAFTER, [3]).limits == (5,)
+
+
+def test_a_given_batch_size_is_kept():
+    assert [make_plan(dt.DecodeConfig(batch_size=b), TARGET, DRAFTER, [3]).batch for b in (4, None)] == [4, 1]
+
+
+def test_a_drafter_of_another_target():
+    other = testing.tiny_drafter_config(testing.tiny_target_config(hidden_size=64))
+    with pytest.raises(ValueError, match="does not fit the target: target_hidden_size: expected 32, found 64"):
+        make_plan(dt.DecodeConfig(), TARGET, other, [3])
+
+
 def test_a_drafter_is_needed():
     with pytest.raises(ValueError, match="method 'ddtree' needs a drafter, and none was given"):
         make_plan(dt.DecodeConfig(), TARGET, None, [3])
@@ -55,6 +79,14 @@ def test_nothing_compiles_before_an_error(monkeypatch):
         dt.generate(target, None, ["text"], dt.DecodeConfig(method="autoregressive"))
     with pytest.raises(ValueError, match="prompt 1.*empty"):
         dt.generate(target, None, [[1], []], dt.DecodeConfig(method="autoregressive"))
+    for prompts, message in (
+        (None, "prompts must be a text or a list of prompts; found NoneType"),
+        ({"role": "user"}, "prompts must be a text or a list of prompts; found dict"),
+        ([1, 2, 3], "found one list of token ids: wrap it in a list"),
+        ([{"role": "user", "content": "x"}], "found the messages of one chat: wrap them in a list"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dt.generate(target, None, prompts, dt.DecodeConfig(method="autoregressive"))
     with pytest.raises(ValueError, match="rounds_per_step must be 1 or more; found 0"):
         dt.stream_tokens(target, None, [1], dt.DecodeConfig(method="autoregressive"), rounds_per_step=0)
 

@@ -12,7 +12,7 @@ from golden_models import DRAFTERS, DRAFTERS_TARGET, drafter, golden, target
 from ddtree_jax.decode.proposers import DFlashProposer
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
-from ddtree_jax.models.dflash import DFlash
+from ddtree_jax.models.dflash import DFlash, block_visibility
 
 TOLERANCE = 1e-4
 CAPACITY = 48
@@ -193,3 +193,17 @@ def test_only_distances_matter(name):
     padding = np.random.default_rng(5).standard_normal((2, shift, gold["features"].shape[-1])).astype(np.float32)
     shifted = np.concatenate([padding, gold["features"]], axis=1)
     close(hidden_after(config, params, shifted, lengths + shift, anchors), base)
+
+
+@pytest.mark.parametrize(
+    "causal,window,expected",
+    [
+        (False, None, ["1111", "1111", "1111", "1111"]),
+        (True, None, ["1000", "1100", "1110", "1111"]),
+        (False, 2, ["1100", "1110", "0111", "0011"]),  # a window is two-sided unless the layer is causal
+        (True, 2, ["1000", "1100", "0110", "0011"]),
+    ],
+)
+def test_visibility_inside_the_block(causal, window, expected):
+    seen = block_visibility(4, causal, window)
+    assert ["".join(str(int(x)) for x in row) for row in seen] == expected

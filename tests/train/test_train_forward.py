@@ -9,8 +9,9 @@ from tiny_train import drafter_params, tiny_rows
 from ddtree_jax import testing
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
-from ddtree_jax.models.dflash import DFlash, block_visibility
+from ddtree_jax.models.dflash import DFlash
 from ddtree_jax.train.forward import draft_blocks, target_features
+from ddtree_jax.tree import static_bits
 
 TARGET = testing.tiny_target(num_layers=2, sliding_windows=(None, None))
 TIGHT = 4 * 4 * 4 * 8 * 40  # bytes: a few blocks a chunk
@@ -23,7 +24,7 @@ def decoder_features(target, tokens, taps):
         num_layers=c.num_layers, batch=1, num_kv_heads=c.num_kv_heads, rows=8, head_dim=c.head_dim, dtype=c.jax_dtype
     )
     positions = jnp.arange(length, dtype=jnp.int32)[None]
-    seen = jnp.asarray(block_visibility(length, causal=True))[None]
+    seen = jnp.asarray(static_bits(np.tri(length, dtype=bool)))[None]
     variables = {"params": target.params}
     run = jax.jit(lambda *args: Decoder(c).apply(variables, *args, taps).features)
     return run(jnp.asarray(tokens)[None], positions, seen, cache)

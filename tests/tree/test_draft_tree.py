@@ -7,7 +7,7 @@ import pytest
 from tree_oracle import naive_visible
 
 from ddtree_jax.tree import ancestor_bits, build_tree, num_words, unpack_ancestors
-from ddtree_jax.tree.draft_tree import pack_bits, unpack_bits
+from pallas_kernels.tree_attention.masks import pack_bits, unpack_bits
 
 jit_ancestor_bits = jax.jit(ancestor_bits, static_argnums=2)
 jit_pack = jax.jit(pack_bits)
