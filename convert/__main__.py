@@ -17,7 +17,11 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("src", metavar="SRC", help="Hugging Face folder, hub id (owner/name), or .gguf file (targets)")
     common.add_argument("out", metavar="OUT", help="checkpoint folder to write")
-    common.add_argument("--dtype", choices=DTYPES, help="of the parameters; default: as in SRC (GGUF: bfloat16)")
+    common.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="of the parameters; default: as in SRC (GGUF: bfloat16), for a drafter as its target",
+    )
     common.add_argument("--revision", help="branch, tag or commit of a hub id")
     common.add_argument("--overwrite", action="store_true", help="replace a checkpoint of the same kind at OUT")
     kinds.add_parser("target", parents=[common], help="Llama, Qwen2.5 or Qwen3, with its tokenizer")
