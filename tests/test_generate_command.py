@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import pytest
 
 from ddtree_jax.__main__ import main
@@ -69,3 +70,14 @@ def test_a_missing_checkpoint(capsys):
 def test_a_missing_drafter(pair, capsys):
     code, _, err = run(capsys, *pair[:2], "--prompt", "x")
     assert code == 2 and "--method ddtree needs --drafter" in err
+
+
+def test_all_methods_are_checked_before_the_first_runs(pair, capsys, monkeypatch):
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *a, **k: pytest.fail("compiled"))
+    code, _, err = run(capsys, *pair, "--prompt", "x", "--method", "all", "--num-nodes", "1")
+    assert code == 2 and "num_nodes must be 2..512" in err
+
+
+def test_a_limit_below_one(pair, capsys):
+    code, _, err = run(capsys, *pair, "--prompts", "any.jsonl", "--limit", "0")
+    assert code == 2 and "--limit must be 1 or more; found 0" in err

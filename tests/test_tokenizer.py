@@ -182,3 +182,27 @@ def test_incremental_decoder_keeps_word_boundaries():
     decoder = IncrementalDecoder(Tokenizer(backend))
     ids = [0, 1, 2, 3, 3, 1, 0]
     assert [decoder.push([i]) for i in ids] == ["the", " cat", "s", "", "", " cat", " the"]
+
+
+def test_text_that_is_not_unicode(tokenizer):
+    with pytest.raises(ValueError, match="not valid Unicode"):
+        tokenizer.encode("a\ud800")
+
+
+def test_a_chat_template_is_checked():
+    Tokenizer(byte_level()).check_chat_template()
+    with pytest.raises(ValueError, match="the chat template is not valid"):
+        Tokenizer(byte_level(), chat_template="{% for %}").check_chat_template()
+
+
+def test_incremental_decoder_waits_for_the_end_of_a_run_of_byte_tokens():
+    """Byte-fallback decoders read a run of byte tokens as a whole: one bad byte spoils its good neighbours."""
+    vocabulary = {"<unk>": 0, "x": 1} | {f"<0x{i:02X}>": i + 2 for i in range(256)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    byte_tokens = Tokenizer(backend)
+    ids = [1, ord("C") + 2, 0xC3 + 2, 0x28 + 2, 1, ord("D") + 2, 1]
+    decoder = IncrementalDecoder(byte_tokens)
+    pieces = [decoder.push([i]) for i in ids]
+    assert "".join(pieces) + decoder.flush() == byte_tokens.decode(ids)
+    assert pieces[0] == "x" and pieces[1] == ""

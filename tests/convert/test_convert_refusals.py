@@ -195,6 +195,15 @@ def test_damaged_tokenizer(source):
     refused(source, source / "tokenizer.json", "cannot be read as a tokenizer")
 
 
+@pytest.mark.parametrize(
+    "content,part",
+    [(b"{", "not JSON"), (b'{"chat_template": "{% for %}"}', "chat template is not valid"), (b"\xff", "tokenizer")],
+)
+def test_tokenizer_config_that_could_not_be_loaded(source, content, part):
+    (source / "tokenizer_config.json").write_bytes(content)
+    refused(source, source, part)
+
+
 def test_tokenizer_larger_than_the_embedding(source):
     (source / "tokenizer.json").write_text(synthetic.tokenizer_json(41))
     refused(source, "tokenizer.json: highest token id: expected below the 40 rows", "found 40")

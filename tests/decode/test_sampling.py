@@ -51,3 +51,12 @@ def test_only_seed_and_position_matter():
 
 def test_argmax_ignores_seeds_and_takes_the_first_of_ties():
     assert draw_one([0.0, 3.0, 3.0], seeds=[1, 2], sample=False).tolist() == [1, 1]
+
+
+def test_draws_do_not_depend_on_the_batch_nor_on_the_default_generator():
+    logits = jax.random.normal(jax.random.key(0), (40,))
+    seeds = np.arange(6, dtype=np.uint32)
+    with jax.default_prng_impl("rbg"):  # its bits change with the shape of a vmap
+        together = draw_one(logits, seeds=seeds)
+        alone = [int(draw_one(logits, seeds=seeds[i : i + 1], depth=4, position=1, depths=8)[0]) for i in range(6)]
+    assert together.tolist() == alone == draw_one(logits, seeds=seeds).tolist()

@@ -3,6 +3,7 @@
 import pytest
 
 from ddtree_jax.evaluation.plots import plot_all
+from ddtree_jax.evaluation.runs import Results
 from ddtree_jax.evaluation.summary import acceptance_by_depth, ends_in_loop, histogram, markdown, summarise
 
 
@@ -59,3 +60,10 @@ def test_loops():
 def test_plots(tmp_path):
     paths = plot_all(summarise(RECORDS, "autoregressive"), tmp_path)
     assert [p.stat().st_size > 5000 for p in paths] == [True] * 4
+
+
+def test_records_hold_any_text(tmp_path):
+    odd = record("a", "1", "dflash", [2], 1.0) | {"text": "line\u2028paragraph\u2029next\u0085end"}
+    Results(tmp_path, {}).append([odd])
+    again = Results(tmp_path, {})
+    assert again.records == [odd] and again.has(("a", "dflash", 0, "1"))
