@@ -33,9 +33,7 @@ ROWS = 512  # every text is padded to this, so one program serves all; longer on
 def top_two(decoder: Decoder, params, tokens: jax.Array, length: jax.Array):
     """The two best logits after the first `length` of tokens [1, ROWS], and their ids."""
     c = decoder.config
-    cache = KVCache.empty(
-        num_layers=c.num_layers, batch=1, num_kv_heads=c.num_kv_heads, rows=8, head_dim=c.head_dim, dtype=c.jax_dtype
-    )
+    cache = KVCache.empty(c, batch=1, rows=8)
     positions = jnp.arange(ROWS, dtype=jnp.int32)[None]
     causal = jnp.asarray(static_bits(np.tri(ROWS, dtype=bool)))[None]
     hidden = decoder.apply({"params": params}, tokens, positions, causal, cache).hidden

@@ -40,8 +40,14 @@ class RopeConfig:
     truncate: bool = True
 
 
-class _Serializable:
-    """JSON round trip shared by the configs of checkpoints."""
+class _ModelConfig:
+    """What the configs of checkpoints share: the dtype as jax's, and a JSON round trip."""
+
+    dtype: str
+
+    @property
+    def jax_dtype(self) -> jnp.dtype:
+        return jnp.dtype(self.dtype)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -62,7 +68,7 @@ class _Serializable:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TargetConfig(_Serializable):
+class TargetConfig(_ModelConfig):
     """A dense decoder: Llama 3, Qwen2.5 or Qwen3.
 
     Attributes:
@@ -95,13 +101,9 @@ class TargetConfig(_Serializable):
     stop_token_ids: tuple[int, ...]
     dtype: str = "bfloat16"
 
-    @property
-    def jax_dtype(self) -> jnp.dtype:
-        return jnp.dtype(self.dtype)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DrafterConfig(_Serializable):
+class DrafterConfig(_ModelConfig):
     """A DFlash block-diffusion drafter (arXiv 2602.06036).
 
     The drafter owns neither embedding nor head: both are the target's.
@@ -140,10 +142,6 @@ class DrafterConfig(_Serializable):
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
     dtype: str = "bfloat16"
-
-    @property
-    def jax_dtype(self) -> jnp.dtype:
-        return jnp.dtype(self.dtype)
 
     @property
     def depth(self) -> int:

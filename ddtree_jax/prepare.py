@@ -1,6 +1,5 @@
 """From prompts and settings to the arguments of the jitted loop."""
 
-import functools
 import numbers
 from collections.abc import Iterable, Mapping
 
@@ -9,7 +8,8 @@ import numpy as np
 
 from ddtree_jax.config import DecodeConfig
 from ddtree_jax.decode.plan import Plan, bucket, make_plan
-from ddtree_jax.decode.state import DecodeState, Request
+from ddtree_jax.decode.run import empty_state
+from ddtree_jax.decode.state import Request
 from ddtree_jax.loading import Drafter, Target
 from ddtree_jax.prompts import Prompt, encode_prompt
 
@@ -41,12 +41,6 @@ def _encode(target: Target, prompt: Prompt, index: int) -> list[int]:
         if not 0 <= token < target.config.vocab_size:
             raise ValueError(f"prompt {index}: token ids must be in 0..{target.config.vocab_size - 1}; found {token}")
     return tokens
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def empty_state(loop, batch, cache_rows, output_rows) -> DecodeState:
-    """`DecodeLoop.init_state`, made on the device."""
-    return loop.init_state(batch, cache_rows, output_rows)
 
 
 def inputs(target: Target, drafter: Drafter | None, plan: Plan, encoded, first: int, temperature: float):

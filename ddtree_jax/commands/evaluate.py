@@ -12,7 +12,7 @@ from rich.table import Table
 
 from ddtree_jax.api import compile_ahead
 from ddtree_jax.config import METHODS, DecodeConfig
-from ddtree_jax.decode.plan import bucket, make_plan
+from ddtree_jax.decode.plan import make_plan
 from ddtree_jax.evaluation import runs
 from ddtree_jax.evaluation.plots import plot_all
 from ddtree_jax.evaluation.summary import COLUMNS, cells, markdown, summarise
@@ -50,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
     longest = runs.longest_prompt(target, sets, args.turns, chat, args.max_new_tokens)
     base = DecodeConfig(
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed, batch_size=args.batch_size,
-        prompt_bucket=bucket(longest),
+        prompt_bucket=longest,
     )  # fmt: skip
     for variant in todo:  # refuse what cannot run before anything is written or compiled
         make_plan(variant.config(base), target.config, drafter.config if drafter else None, [longest])

@@ -60,17 +60,9 @@ class DecodeLoop:
 
     def init_state(self, batch: int, cache_rows: int, output_rows: int) -> DecodeState:
         """An empty state. `cache_rows` and `output_rows` must leave P rows free past the last live one."""
-        c = self.target.config
         zeros = lambda *shape: jnp.zeros(shape, jnp.int32)  # noqa: E731
         return DecodeState(
-            target_cache=KVCache.empty(
-                num_layers=c.num_layers,
-                batch=batch,
-                num_kv_heads=c.num_kv_heads,
-                rows=cache_rows,
-                head_dim=c.head_dim,
-                dtype=c.jax_dtype,
-            ),
+            target_cache=KVCache.empty(self.target.config, batch=batch, rows=cache_rows),
             drafter_cache=self.proposer.init_cache(batch, cache_rows),
             root=zeros(batch),
             tokens=zeros(batch, output_rows),

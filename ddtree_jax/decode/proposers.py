@@ -82,11 +82,7 @@ class DFlashProposer:
         return self.config.target_layer_ids
 
     def init_cache(self, batch: int, rows: int) -> KVCache:
-        c = self.config
-        return KVCache.empty(
-            num_layers=c.num_layers, batch=batch, num_kv_heads=c.num_kv_heads, rows=rows, head_dim=c.head_dim,
-            dtype=c.jax_dtype,
-        )  # fmt: skip
+        return KVCache.empty(self.config, batch=batch, rows=rows)
 
     def log_probs(self, params: Any, target_params: Any, cache: KVCache, root: jax.Array) -> jax.Array:
         """The drafter's marginals, [B, L, V] float32."""

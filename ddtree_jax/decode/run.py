@@ -11,6 +11,12 @@ from ddtree_jax.decode.loop import ALL_ROUNDS, DecodeLoop, Verified
 from ddtree_jax.decode.state import DecodeState, Request
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def empty_state(loop: DecodeLoop, batch: int, cache_rows: int, output_rows: int) -> DecodeState:
+    """`DecodeLoop.init_state`, made on the device."""
+    return loop.init_state(batch, cache_rows, output_rows)
+
+
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
 def start(loop: DecodeLoop, params: Any, request: Request, prompt, prompt_length, state: DecodeState) -> DecodeState:
     """Prefill and first token."""

@@ -15,10 +15,7 @@ from ddtree_jax.models.dflash import DFlash
 
 def init_params(config: TargetConfig | DrafterConfig, key: jax.Array) -> Any:
     """Random parameters at the shapes of `config` (norms one, biases zero)."""
-    cache = KVCache.empty(
-        num_layers=config.num_layers, batch=1, num_kv_heads=config.num_kv_heads, rows=8, head_dim=config.head_dim,
-        dtype=config.jax_dtype,
-    )  # fmt: skip
+    cache = KVCache.empty(config, batch=1, rows=8)
     one = jnp.zeros((1, 1), jnp.int32)
     if isinstance(config, TargetConfig):
         variables = Decoder(config).init(key, one, one, jnp.ones((1, 1, 1), jnp.uint32), cache, method=Decoder._touch)

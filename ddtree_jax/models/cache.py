@@ -7,7 +7,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from ddtree_jax.tree import move_path_rows
+from ddtree_jax.config import DrafterConfig, TargetConfig
+from ddtree_jax.tree import move_path_rows, write_rows
 
 TreeKV = tuple[tuple[jax.Array, jax.Array], ...]  # per layer (keys, values), each [B, K, N, D]
 
@@ -26,11 +27,12 @@ class KVCache:
     length: jax.Array
 
     @classmethod
-    def empty(cls, *, num_layers: int, batch: int, num_kv_heads: int, rows: int, head_dim: int, dtype: jnp.dtype):
-        """A cache of no live rows. Every array is its own buffer, so that all of them can be donated."""
+    def empty(cls, config: TargetConfig | DrafterConfig, *, batch: int, rows: int) -> "KVCache":
+        """A cache of no live rows for a model. Every array is its own buffer, so that all of them can be donated."""
 
         def make():
-            return tuple(jnp.zeros((batch, num_kv_heads, rows, head_dim), dtype) for _ in range(num_layers))
+            shape = (batch, config.num_kv_heads, rows, config.head_dim)
+            return tuple(jnp.zeros(shape, config.jax_dtype) for _ in range(config.num_layers))
 
         return cls(keys=make(), values=make(), length=jnp.zeros((batch,), jnp.int32))
 
@@ -51,14 +53,6 @@ def commit_path(cache: KVCache, tree_kv: TreeKV, path: jax.Array, count: jax.Arr
 
 def append_rows(cache: KVCache, rows: TreeKV, count: jax.Array) -> KVCache:
     """Appends consecutive rows [B, K, R, D]; `count` [B] of them are live, the rest lie past the new length."""
-
-    def write(old, new):
-        def one(c, t, n):
-            zero = jnp.zeros_like(n)
-            return jax.lax.dynamic_update_slice(c, t, (zero, n, zero))
-
-        return jax.vmap(one)(old, new, cache.length)
-
-    keys = tuple(write(c, t[0]) for c, t in zip(cache.keys, rows, strict=True))
-    values = tuple(write(c, t[1]) for c, t in zip(cache.values, rows, strict=True))
+    keys = tuple(write_rows(c, t[0], cache.length) for c, t in zip(cache.keys, rows, strict=True))
+    values = tuple(write_rows(c, t[1], cache.length) for c, t in zip(cache.values, rows, strict=True))
     return KVCache(keys=keys, values=values, length=cache.length + count)

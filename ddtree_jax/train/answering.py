@@ -129,7 +129,7 @@ class _Batch:
         return answers
 
     def _empty(self, slots: int) -> DecodeState:
-        return _empty_state(self.loop, slots, self.cache_rows, self.output_rows)
+        return device.empty_state(self.loop, slots, self.cache_rows, self.output_rows)
 
     def _request(self, questions: list[Question], slots: int | None = None) -> Request:
         slots = slots or self.slots
@@ -143,11 +143,6 @@ class _Batch:
                 temperature=np.float32(self.temperature),
             )
         )
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _empty_state(loop, slots, cache_rows, output_rows) -> DecodeState:
-    return loop.init_state(slots, cache_rows, output_rows)
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))

@@ -69,9 +69,14 @@ def move_path_rows(cache_rows: jax.Array, tree_rows: jax.Array, path: jax.Array,
     if path.shape[1] > capacity:
         raise ValueError(f"a path of {path.shape[1]} rows does not fit a cache of {capacity}")
     rows = jnp.take_along_axis(tree_rows, path[:, None, :, None], axis=2, mode="clip")  # [B, K, P, D]
+    return write_rows(cache_rows, rows, lengths)
 
-    def append(cache: jax.Array, new: jax.Array, length: jax.Array) -> jax.Array:
+
+def write_rows(cache_rows: jax.Array, rows: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Writes rows [B, K, P, D] into cache_rows [B, K, C, D] from row `lengths[b]` on; needs C >= lengths + P."""
+
+    def write(cache: jax.Array, new: jax.Array, length: jax.Array) -> jax.Array:
         start = jnp.zeros_like(length)
         return lax.dynamic_update_slice(cache, new, (start, length, start))
 
-    return jax.vmap(append)(cache_rows, rows, lengths)
+    return jax.vmap(write)(cache_rows, rows, lengths)

@@ -114,9 +114,7 @@ def full_context(target, drafter, tokens):
     from ddtree_jax.tree import static_bits
 
     c = target.config
-    cache = KVCache.empty(
-        num_layers=c.num_layers, batch=1, num_kv_heads=c.num_kv_heads, rows=8, head_dim=c.head_dim, dtype=c.jax_dtype
-    )
+    cache = KVCache.empty(c, batch=1, rows=8)
     positions = jnp.arange(len(tokens), dtype=jnp.int32)[None]
     out = Decoder(c).apply(
         {"params": target.params}, jnp.asarray([tokens], jnp.int32), positions,

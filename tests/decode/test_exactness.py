@@ -12,7 +12,7 @@ import ddtree_jax as dt
 from ddtree_jax import testing
 from ddtree_jax.decode import run as device
 from ddtree_jax.decode.plan import make_plan
-from ddtree_jax.prepare import empty_state, inputs
+from ddtree_jax.prepare import inputs
 
 PROMPTS = [[3, 1, 4, 1, 5], [9] * 19, [2, 7]]
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -106,7 +106,7 @@ def scripted_run(target, proposer, scripts, temperature, prompts, **settings):
         batch=len(prompts),
     )
     params, request, prompt, lengths, _ = inputs(target, dt.Drafter(None, None), plan, prompts, 0, temperature)
-    state = empty_state(plan.loop, plan.batch, plan.cache_rows, plan.output_rows)
+    state = device.empty_state(plan.loop, plan.batch, plan.cache_rows, plan.output_rows)
     params = {"target": target.params, "drafter": jnp.asarray(scripts)}
     state = jax.device_get(device.run(plan.loop, params, request, prompt, lengths, state))
     tokens = [state.tokens[i, : state.num_tokens[i]].tolist() for i in range(len(prompts))]
@@ -161,9 +161,7 @@ def top2_margin(target, tokens):
     from ddtree_jax.tree import static_bits
 
     c = target.config
-    cache = KVCache.empty(
-        num_layers=c.num_layers, batch=1, num_kv_heads=c.num_kv_heads, rows=8, head_dim=c.head_dim, dtype=c.jax_dtype
-    )
+    cache = KVCache.empty(c, batch=1, rows=8)
     n = len(tokens)
     variables = {"params": target.params}
     out = Decoder(c).apply(

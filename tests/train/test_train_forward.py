@@ -20,9 +20,7 @@ TIGHT = 4 * 4 * 4 * 8 * 40  # bytes: a few blocks a chunk
 def decoder_features(target, tokens, taps):
     """Features of one document [S] by the decode loop's own pass."""
     c, length = target.config, len(tokens)
-    cache = KVCache.empty(
-        num_layers=c.num_layers, batch=1, num_kv_heads=c.num_kv_heads, rows=8, head_dim=c.head_dim, dtype=c.jax_dtype
-    )
+    cache = KVCache.empty(c, batch=1, rows=8)
     positions = jnp.arange(length, dtype=jnp.int32)[None]
     seen = jnp.asarray(static_bits(np.tri(length, dtype=bool)))[None]
     variables = {"params": target.params}
@@ -69,7 +67,7 @@ def test_blocks_equal_the_drafter_of_the_decode_loop(causal, windows, chunk_byte
 
     @jax.jit
     def decode(features, count, block):
-        cache = KVCache.empty(num_layers=2, batch=1, num_kv_heads=2, rows=64, head_dim=8, dtype=jnp.dtype("float32"))
+        cache = KVCache.empty(config, batch=1, rows=64)
         model, variables = DFlash(config), {"params": params}
         cache = model.apply(variables, features, count, cache, method=DFlash.absorb)
         return model.apply(variables, block, cache)
