@@ -118,3 +118,12 @@ def test_limits_do_not_depend_on_the_method():
         for m, n in (("autoregressive", 2), ("dflash", 2), ("ddtree", 2), ("ddtree", 256))
     ]
     assert {p.limits for p in plans} == {(312, 509)}
+
+
+def test_a_prompt_bucket_need_not_be_a_power_of_two():
+    """Its power of two may lie past the target's context, as with the longest prompt of a file."""
+    target = testing.tiny_target_config(max_position=400)
+    config = dt.DecodeConfig(method="autoregressive", prompt_bucket=300)
+    long, short = (make_plan(config, target, None, [n]) for n in (300, 5))
+    assert (long.prompt_rows, long.limits) == (512, (100,))
+    assert (short.prompt_rows, short.cache_rows) == (long.prompt_rows, long.cache_rows)
