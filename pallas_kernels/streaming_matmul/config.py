@@ -13,6 +13,7 @@ MAX_ROWS = 256
 _MULTIPROCESSORS = 132
 _SHARED_BYTES = 227 * 1024 - 1024  # of one thread block, less barriers
 _REGISTERS = 512  # of one multiprocessor, per thread of a warpgroup
+PRODUCER_REGISTERS = 40
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,8 +92,14 @@ class Config:
 
     @property
     def consumer_registers(self) -> int:
-        """Registers of a consumer's thread: what the producer (40) leaves, in steps of 8."""
-        return min(232, (_REGISTERS - 40) // self.consumers // 8 * 8)
+        """Registers of a consumer's thread: what the producer leaves, in steps of 8.
+
+        A launch gives every thread the same number, in steps of 8; only what it gave can be shared out anew, and a
+        warpgroup that asks for more waits for ever.
+        """
+        warpgroups = self.consumers + 1
+        given = _REGISTERS // warpgroups // 8 * 8 * warpgroups
+        return min(232, (given - PRODUCER_REGISTERS) // self.consumers // 8 * 8)
 
 
 def _row_tiles(shape: Shape) -> int:
@@ -102,7 +109,9 @@ def _row_tiles(shape: Shape) -> int:
 def epilogue_columns(shape: Shape, config: Config) -> int:
     """Columns of a tile that pass through shared memory at a time: at most 24 KiB of each consumer."""
     size = jnp.dtype(shape.out_dtype if config.splits == 1 else "float32").itemsize
-    parts = next(n for n in itertools.count(1) if config.tile % (16 * n) == 0 and ROWS * config.tile // n * size <= 24576)
+    parts = next(
+        n for n in itertools.count(1) if config.tile % (16 * n) == 0 and ROWS * config.tile // n * size <= 24576
+    )
     return config.tile // parts
 
 

@@ -29,10 +29,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.streaming_matmul.config import ROWS, Config, Shape, epilogue_columns
-
-_PRODUCER_REGISTERS = 40
-_MATRIX = plgpu.Layout.WGMMA
+from pallas_kernels.streaming_matmul.config import PRODUCER_REGISTERS, ROWS, Config, Shape, epilogue_columns
 
 
 def matmul(
@@ -106,7 +103,7 @@ def _body(shape: Shape, config: Config, early_weights: bool, interpreted: bool, 
 
     @pl.when(wg == config.consumers)
     def _():
-        plgpu.set_max_registers(_PRODUCER_REGISTERS, action="decrease")
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
         _produce(shape, config, early_weights, interpreted, span, x_g, w_g, scratch)
 
     @pl.when(wg < config.consumers)
