@@ -148,8 +148,8 @@ def measure_all(name: str, rows: int, weights: list[jax.Array], variants: list[V
                 gb_per_s=round(shape.bytes / net / 1e3), error=float(error),
             )  # fmt: skip
             records.append(record)
-            sizes = " ".join(f"{k[:2]}{record[k]}" for k in ("tile", "splits", "cluster", "consumers", "block", "stages")
-                             if k in record)  # fmt: skip
+            fields = ("tile", "splits", "cluster", "consumers", "block", "stages")
+            sizes = " ".join(f"{field} {record[field]}" for field in fields if field in record)
             print(
                 f"{name:>20} {rows:4d} {variant.name:<10} {net:8.1f} us (+{glue_us:5.1f})  floor {floor_us:6.1f}  "
                 f"x{net / floor_us:5.2f}  {record['gb_per_s']:5d} GB/s  error {record['error']:.1e}  {sizes}",
@@ -163,7 +163,7 @@ def table_entry(name: str, record: dict) -> str:
     """A line of `config.MEASURED`."""
     features, inputs, panels = LAYERS[name]
     fields = ", ".join(f"{f.name}={record[f.name]}" for f in dataclasses.fields(Config))
-    return f"    ({features}, {inputs}, {panels}, {max(16, record['rows'])}): Config({fields}),"
+    return f"    ({features}, {inputs}, {panels}, {record['rows']}): Config({fields}),"
 
 
 def main() -> None:
@@ -191,8 +191,9 @@ def main() -> None:
             records = measure_all(name, rows, weights, variants)
             ours = [r for r in records if r["implementation"] != "xla"]
             if args.sweep and ours:
-                best.append(table_entry(name, min(ours, key=lambda r: r["us"])))
-                print(best[-1], flush=True)
+                fastest = min(ours, key=lambda r: r["us"])
+                print(f"best: {table_entry(name, fastest)}", flush=True)
+                best += [table_entry(name, fastest)] if rows >= 16 else []
         del weights
     if best:
         print("\nMEASURED = {\n" + "\n".join(best) + "\n}")
