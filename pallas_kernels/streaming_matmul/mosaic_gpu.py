@@ -32,6 +32,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.streaming_matmul.config import PRODUCER_REGISTERS, ROWS, Config, Shape, epilogue_columns
 
 
+# Jitted, so that the layers of a model share one trace and one lowering of each kernel (seconds each).
+@functools.partial(jax.jit, static_argnames=("shape", "config", "early_weights", "interpret"))
 def matmul(
     x: jax.Array,  # [M, E]
     weight: jax.Array,  # [panels * F, E]
