@@ -48,6 +48,7 @@ def matmul(
     With one split the result is final: x times the weights, or silu(gate) * up of the two panels. With several it is
     the float32 partial sums of each panel, for the caller to add (`api`).
     """
+    config.check(shape)
     spare = -shape.rows % 8  # TMA copies tiles of 8 rows
     x = jnp.pad(x, ((0, spare), (0, 0))) if spare else x
     out = _call(shape, config, x.shape[0], early_weights, interpret)(x, weight)
