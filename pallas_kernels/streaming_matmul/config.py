@@ -90,6 +90,21 @@ class Config:
     def blocks(self, shape: Shape) -> int:
         return shape.inputs // self.block
 
+    def check(self, shape: Shape) -> None:
+        """Raises ValueError where these sizes cannot cut up this product."""
+
+        def require(name: str, expected: str, ok: bool) -> None:
+            if not ok:
+                raise ValueError(f"{name} must be {expected} for {shape}, got {self}")
+
+        require("tile", "a multiple of 16, 16..256", self.tile % 16 == 0 and 16 <= self.tile <= 256)
+        require("block", "a multiple of 64 that divides E", self.block % 64 == 0 and shape.inputs % self.block == 0)
+        require("splits", "1..E / block", 1 <= self.splits <= max(1, shape.inputs // self.block))
+        require("cluster", "1 or 2", self.cluster in (1, 2))
+        require("consumers", "1..4, not more than tiles of 64 rows", 1 <= self.consumers <= _row_tiles(shape))
+        require("stages", "2 or more", self.stages >= 2)
+        require("limit", "cluster or more", self.limit >= self.cluster)
+
     @property
     def consumer_registers(self) -> int:
         """Registers of a consumer's thread: what the producer leaves, in steps of 8.
@@ -171,15 +186,23 @@ def estimate_us(shape: Shape, config: Config) -> float:
     return 2.5 + shallow * max(memory, level2, port, 0.95 * balance, arithmetic) + partial
 
 
-# Best of `python -m benchmarks.streaming_matmul --sweep` on an H200, where it beats the model's choice; empty until
-# measured. Keys: (features, inputs, panels, rows rounded up to 16, 64, 128 or 256).
-MEASURED: dict[tuple[int, int, int, int], Config] = {}
+# Best of `python -m benchmarks.streaming_matmul --sweep` on an H200, None where XLA was faster; empty until measured.
+# Keys: (features, inputs, panels, rows), where a number of rows stands for itself and those down to the next key.
+MEASURED: dict[tuple[int, int, int, int], Config | None] = {}
+_MEASURED_ROWS = (1, 16, 64, 128, 256)
+
+
+def _key(shape: Shape) -> tuple[int, int, int, int]:
+    rows = next(m for m in _MEASURED_ROWS if shape.rows <= m)
+    return shape.features, shape.inputs, shape.panels, rows
+
+
+def xla_is_faster(shape: Shape) -> bool:
+    """Whether measurements say so; without any the kernel is taken to be faster."""
+    return MEASURED.get(_key(shape), ...) is None
 
 
 @functools.lru_cache
 def choose(shape: Shape) -> Config | None:
     """The configuration for a product, or None if no configuration fits it."""
-    key = (shape.features, shape.inputs, shape.panels, next(m for m in (16, 64, 128, 256) if shape.rows <= m))
-    if key in MEASURED:
-        return MEASURED[key]
-    return next(iter(candidates(shape)), None)
+    return MEASURED.get(_key(shape)) or next(iter(candidates(shape)), None)

@@ -32,6 +32,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.streaming_matmul.config import PRODUCER_REGISTERS, ROWS, Config, Shape, epilogue_columns
 
 
+# Jitted, so that the layers of a model share one trace and one lowering of each kernel (seconds each).
+@functools.partial(jax.jit, static_argnames=("shape", "config", "early_weights", "interpret"))
 def matmul(
     x: jax.Array,  # [M, E]
     weight: jax.Array,  # [panels * F, E]
@@ -46,6 +48,7 @@ def matmul(
     With one split the result is final: x times the weights, or silu(gate) * up of the two panels. With several it is
     the float32 partial sums of each panel, for the caller to add (`api`).
     """
+    config.check(shape)
     spare = -shape.rows % 8  # TMA copies tiles of 8 rows
     x = jnp.pad(x, ((0, spare), (0, 0))) if spare else x
     out = _call(shape, config, x.shape[0], early_weights, interpret)(x, weight)

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 from streaming_matmul_suite import Case, StreamingMatmulSuite, make_operands, oracle
 
-from pallas_kernels.streaming_matmul import streaming_matmul, streaming_swiglu
-from pallas_kernels.streaming_matmul.config import Shape, candidates, choose, shared_bytes
+from pallas_kernels.streaming_matmul import api, config, streaming_matmul, streaming_swiglu
+from pallas_kernels.streaming_matmul.config import Config, Shape, candidates, choose, shared_bytes
 
 
 def call(case, x, weight, **options):
@@ -78,15 +78,41 @@ def test_an_odd_gate_up_is_refused():
         streaming_swiglu(jnp.zeros((4, 64), jnp.bfloat16), jnp.zeros((65, 64), jnp.bfloat16))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [dict(tile=24), dict(block=96), dict(block=128), dict(splits=4), dict(cluster=3), dict(consumers=2),
+     dict(stages=1), dict(limit=0)],
+)  # fmt: skip
+def test_sizes_that_do_not_fit_a_product_are_refused(fields):
+    sizes = Config(**dict(tile=64, splits=1, cluster=1, consumers=1, block=64, stages=3) | fields)
+    x, weight = jnp.zeros((8, 192), jnp.bfloat16), jnp.zeros((64, 192), jnp.bfloat16)
+    with pytest.raises(ValueError, match=f"{next(iter(fields))} must be"):
+        streaming_matmul(x, weight, implementation="mosaic_gpu", config=sizes)
+
+
+def test_measurements_overrule_the_model(monkeypatch):
+    measured = Config(tile=64, splits=1, cluster=1, consumers=1, block=64, stages=3)
+    monkeypatch.setattr(config, "MEASURED", {(640, 1024, 1, 64): measured, (640, 1024, 1, 128): None})
+    choose.cache_clear()
+    monkeypatch.setattr(api, "_on_hopper", lambda: True)
+    used = []
+    monkeypatch.setattr(api, "from_kernel", lambda x, w, shape, config, **_: used.append(config) or x @ w.T)
+    for rows in (10, 17, 64, 65, 128):
+        streaming_matmul(jnp.zeros((rows, 1024), jnp.bfloat16), jnp.zeros((640, 1024), jnp.bfloat16))
+    choose.cache_clear()
+    assert len(used) == 3 and used[0] != measured and used[1:] == [measured, measured]
+
+
 @pytest.mark.parametrize("rows", [1, 64, 100, 128, 256])
 @pytest.mark.parametrize("features, inputs, panels", [(6144, 4096, 1), (12288, 4096, 2), (5120, 17408, 1)])
 def test_every_candidate_fits_and_covers_the_product(rows, features, inputs, panels):
     shape = Shape(rows=rows, features=features, inputs=inputs, panels=panels)
     found = candidates(shape)
     assert found and choose(shape) is not None
-    for config in found:
-        assert shared_bytes(shape, config, config.stages) <= 226 * 1024
-        assert config.consumers * config.row_tiles(shape) * 64 >= rows
-        assert config.groups(shape) * config.cluster * config.tile >= features
-        assert config.blocks(shape) * config.block == inputs
-        assert 1 <= config.workers(shape) * config.cluster <= 132
+    for c in found:
+        c.check(shape)
+        assert shared_bytes(shape, c, c.stages) <= 226 * 1024
+        assert c.consumers * c.row_tiles(shape) * 64 >= rows
+        assert c.groups(shape) * c.cluster * c.tile >= features
+        assert c.blocks(shape) * c.block == inputs
+        assert 1 <= c.workers(shape) * c.cluster <= 132

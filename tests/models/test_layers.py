@@ -47,7 +47,7 @@ def test_every_linear_layer_of_a_decoder_uses_the_kernel_on_hopper(monkeypatch):
     monkeypatch.setattr(layers, "MATMUL", None)
     monkeypatch.setattr(streaming_matmul_api, "_on_hopper", lambda: True)
     c = testing.tiny_target_config(
-        hidden_size=256, intermediate_size=256, num_layers=1, sliding_windows=(None,), num_heads=4, num_kv_heads=4,
+        hidden_size=256, intermediate_size=512, num_layers=1, sliding_windows=(None,), num_heads=4, num_kv_heads=4,
         head_dim=64, vocab_size=320, dtype="bfloat16",
     )  # fmt: skip
     tokens, ancestors = jnp.zeros((1, 4), jnp.int32), jnp.ones((1, 4, 1), jnp.uint32)
