@@ -37,7 +37,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper(), reason="needs
 def pair():
     target = testing.tiny_target(
         seed=0, vocab_size=512, hidden_size=256, intermediate_size=384, num_heads=6, num_kv_heads=2, head_dim=64,
-        num_layers=5, sliding_windows=(None, 96, None, None, None), max_position=1024, stop_token_ids=(), dtype="bfloat16",
+        num_layers=5, sliding_windows=(None, 96, None, None, None), max_position=1024, stop_token_ids=(),
+        dtype="bfloat16",
     )  # fmt: skip
     return target, testing.random_dflash(target, mask_token_id=511, num_layers=2)
 
