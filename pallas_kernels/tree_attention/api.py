@@ -14,8 +14,6 @@ import jax.numpy as jnp
 from pallas_kernels.tree_attention import config, mosaic_gpu, reference
 
 IMPLEMENTATIONS = ("xla", "mosaic_gpu")
-# Jitted apart, so that the layers of a model share one lowering: that of a kernel takes seconds.
-_on_gpu = jax.jit(mosaic_gpu.tree_attention, static_argnames=("scale", "sliding_window", "softcap", "config"))
 
 
 def tree_attention(
@@ -73,7 +71,7 @@ def tree_attention(
     if _choose(implementation, mosaic_gpu.unsupported(q, None, capacity, scale)) == "xla":
         return reference.tree_attention(*arguments, **options)
     sizes = config.choose(q.shape, k_cache.shape[1], capacity)
-    return _on_gpu(*arguments, **options, config=sizes)
+    return mosaic_gpu.tree_attention(*arguments, **options, config=sizes)
 
 
 def paged_tree_attention(
@@ -110,7 +108,7 @@ def paged_tree_attention(
         return reference.tree_attention(q, k_cache, v_cache, lengths, k_tree, v_tree, ancestors, **options)
     sizes = config.choose(q.shape, kv_heads, entries * page_rows)
     arguments = (q, k_pages, v_pages, lengths, k_tree, v_tree, ancestors)
-    return _on_gpu(*arguments, **options, page_table=page_table, config=sizes)
+    return mosaic_gpu.tree_attention(*arguments, **options, page_table=page_table, config=sizes)
 
 
 def _gather(pages: jax.Array, page_table: jax.Array, lengths: jax.Array) -> jax.Array:
