@@ -24,7 +24,7 @@ def test_lowers_with_the_gpu_kernel(monkeypatch, method, num_nodes):
     plan = make_plan(config, target.config, drafter.config, [3])
     args = inputs(target, drafter, plan, [[1, 2, 3]], 0, 1.0)
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), args)
-    monkeypatch.setattr(tree_attention_api, "_on_hopper", lambda: True)
+    monkeypatch.setattr(tree_attention_api, "on_hopper", lambda: True)
     text = device.run.trace(plan.loop, *args).lower(lowering_platforms=("cuda",)).as_text()
     # Prefill chunk, drafter's block and tree: streaming and merging kernels of each.
     assert text.count("mosaic_gpu") >= 3
