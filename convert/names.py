@@ -95,7 +95,7 @@ def _experts(to: str, source: str, hidden: int, moe: MoEConfig) -> Iterator[Para
 
 
 def _target(c: TargetConfig) -> Iterator[Parameter]:
-    """Llama, Qwen2, Qwen3 and Qwen3-MoE share their names; the config says which norms, biases and experts there are."""
+    """Llama, Qwen2, Qwen3 and Qwen3-MoE share their names; the config says which norms, biases, experts there are."""
     hidden = c.hidden_size
     query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     yield _one("embed/weight", "model.embed_tokens.weight", c.vocab_size, hidden)

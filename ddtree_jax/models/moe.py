@@ -25,8 +25,8 @@ def route(logits: jax.Array, k: int, renormalise: bool) -> tuple[jax.Array, jax.
       renormalise: divide the k probabilities by their sum.
 
     Returns:
-      (experts [M, k] int32, weights [M, k] in the dtype of `logits`), the most probable first. Equal probabilities go to
-      the lowest index first; torch.topk, which the references use, leaves the order of ties open.
+      (experts [M, k] int32, weights [M, k] in the dtype of `logits`), the most probable first. Of equal probabilities
+      the lowest index comes first; torch.topk, which the references use, leaves the order of ties open.
     """
     weights, experts = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32), axis=-1), k)
     if renormalise:
@@ -69,8 +69,8 @@ class StackedLinear(nn.Module):
 
 
 class MoE(nn.Module):
-    """Parameters: `gate/weight` [X, E], `gate_up_proj/weight` [X, 2F, E], `down_proj/weight` [X, E, F] and, with a shared
-    expert, `shared_expert/...` (an `MLP`) and `shared_expert_gate/weight` [1, E].
+    """Parameters: `gate/weight` [X, E], `gate_up_proj/weight` [X, 2F, E], `down_proj/weight` [X, E, F] and, with a
+    shared expert, `shared_expert/...` (an `MLP`) and `shared_expert_gate/weight` [1, E].
     """
 
     config: MoEConfig
