@@ -30,7 +30,8 @@ def grouped_matmul(
       groups: see `group_rows`.
       swiglu: the matrices are two projections, gate first; yields silu(gate) * up, computed in float32.
       implementation: "xla", "mosaic_gpu", or None to choose: "mosaic_gpu" on a Hopper GPU where it can, else "xla". The
-        GPU kernel takes float16 and bfloat16, I a multiple of 64 and the result's columns a multiple of 64.
+        GPU kernel takes float16 and bfloat16, I a multiple of 64 from 128 on and columns of the result in multiples
+        of 64.
 
     Returns:
       The products in x's dtype. Rows of tiles past `groups.tiles` are undefined; rows that pad a tile are finite where

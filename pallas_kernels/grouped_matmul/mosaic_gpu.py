@@ -28,8 +28,8 @@ def unsupported(x: jax.Array, weight: jax.Array, tile: int, swiglu: bool) -> str
     columns = weight.shape[1] // 2 if swiglu else weight.shape[1]
     if columns % 64:
         return f"{columns} columns of the result (multiples of 64 only)"
-    if x.shape[1] % _DEPTH:
-        return f"rows of {x.shape[1]} (multiples of {_DEPTH} only)"
+    if x.shape[1] % _DEPTH or x.shape[1] < 2 * _DEPTH:
+        return f"rows of {x.shape[1]} (multiples of {_DEPTH} from {2 * _DEPTH} on)"
     if tile % 8 or tile > 128:
         return f"tiles of {tile} rows (multiples of 8 up to 128)"
     return None
