@@ -12,11 +12,10 @@ import json
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from ddtree_jax.config import RopeConfig, TargetConfig
-from ddtree_jax.models.abstract import abstract_params
+from ddtree_jax.models.abstract import random_params
 from ddtree_jax.train.config import TrainConfig
 from ddtree_jax.train.data import Document, pack
 from ddtree_jax.train.evaluate import score_rows
@@ -41,16 +40,6 @@ SHAPES = {
         sliding_windows=(None,) * 6, **_COMMON,
     ),
 }  # fmt: skip
-
-
-def random_params(config: TargetConfig):
-    """Small normal weights in the dtype of `config`, leaf by leaf, so that no float32 copy of a model exists."""
-    leaves, structure = jax.tree.flatten(abstract_params(config))
-    make = jax.jit(lambda key, shape, dtype: 0.02 * jax.random.normal(key, shape, dtype), static_argnums=(1, 2))
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    ones = lambda x: jnp.ones(x.shape, x.dtype)  # noqa: E731
-    values = [ones(x) if len(x.shape) == 1 else make(k, x.shape, x.dtype) for k, x in zip(keys, leaves)]
-    return jax.tree.unflatten(structure, values)
 
 
 def seconds_of(call, repeats: int) -> float:
@@ -86,7 +75,7 @@ def main() -> None:
         head_rows=args.head_rows, attention_mib=args.attention_mib, remat=args.remat,
         num_taps=min(5, target.num_layers - 3),
     )  # fmt: skip
-    models, params = Models.of(config, target), random_params(target)
+    models, params = Models.of(config, target), random_params(target, jax.random.key(0))
     tokens = np.random.default_rng(0).integers(0, target.vocab_size - 1, args.sequence_length, dtype=np.int32)
     rows = pack([Document(tokens, args.sequence_length // 4)] * args.batch_size, args.sequence_length)
     batch, state = to_device(rows), init_state(models, params, 1000)

@@ -119,8 +119,10 @@ def tiny_tokenizer_files() -> dict[str, bytes]:
 
 
 def write_hf_target(target: Target, folder: str | Path) -> None:
-    """Writes a tiny Qwen3-shaped target as a Hugging Face folder with the tiny tokenizer: something to convert."""
+    """Writes a dense Qwen3-shaped target as a Hugging Face folder with the tiny tokenizer: something to convert."""
     c, folder = target.config, Path(folder)
+    if c.moe is not None:
+        raise ValueError("expected a dense target, found a mixture of experts")
     folder.mkdir(parents=True, exist_ok=True)
     query, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     tensors = {"model.embed_tokens.weight": target.params["embed"]["weight"]}

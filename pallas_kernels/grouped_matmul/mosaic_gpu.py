@@ -47,8 +47,9 @@ def grouped_matmul(
     rows, depth = groups.rows_per_tile, x.shape[1]
     parts = 2 if swiglu else 1  # projections whose blocks are taken together
     columns = weight.shape[1] // parts
-    # Two accumulators of 128 columns and 64 rows would not fit in the registers of one warpgroup.
-    block = 128 if columns % 128 == 0 and parts * rows <= 64 else 64
+    # 128 rows of weights at a time leave room for three thread blocks on a multiprocessor, so that start and end of one
+    # overlap the streaming of others.
+    block = 64 if swiglu or columns % 128 or rows > 64 else 128
     blocks = columns // block
 
     def body(tile_group_g, tiles_g, x_g, weight_g, out_g, out_s):

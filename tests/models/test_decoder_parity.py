@@ -16,7 +16,7 @@ from ddtree_jax.models import cache as cache_lib
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
 
-# Feeding a model in many pieces is what costs; of two alike one is enough for the first stage.
+# Of two models alike one is fed in pieces in the first stage.
 IN_PIECES = [pytest.param(n, marks=pytest.mark.slow) if n == "qwen3_moe_plain" else n for n in TARGETS]
 TOLERANCE = 1e-4
 CAPACITY = 64
