@@ -41,4 +41,4 @@ def test_lowers_with_the_gpu_kernels(monkeypatch, method, num_nodes, kind):
     # Prefill chunk, drafter's block and tree: streaming and merging kernels of each.
     assert text.count("mosaic_gpu") >= 3
     # Both products of the experts, in the prefill chunk and in the tree.
-    assert text.count("grouped_matmul") == (4 if kind else 0)
+    assert sum("grouped_matmul" in line for line in text.splitlines()) == (4 if kind else 0)
