@@ -59,10 +59,11 @@ def group_rows(group: jax.Array, num_groups: int, tile: int) -> Groups:
     rows = group.shape[0]
     member = (group[:, None] == jnp.arange(num_groups, dtype=jnp.int32)[None, :]).astype(jnp.int32)  # [A, X]
     seen = jnp.cumsum(member, axis=0)
-    rank = jnp.take_along_axis(seen, group[:, None], axis=1)[:, 0] - 1
     last_tile = jnp.cumsum((seen[-1] + tile - 1) // tile)  # [X], one past each group's tiles
     first_tile = jnp.concatenate([jnp.zeros(1, jnp.int32), last_tile[:-1]])
-    place = first_tile[group] * tile + rank
+    # Of each row, the padded row it would have in every group; its own is taken.
+    places = first_tile[None, :] * tile + seen - 1
+    place = jnp.take_along_axis(places, group[:, None], axis=1, mode="clip")[:, 0]
     count = most_tiles(rows, num_groups, tile)
     passed = last_tile[None, :] <= jnp.arange(count, dtype=jnp.int32)[:, None]
     tile_group = jnp.minimum(jnp.sum(passed, axis=1, dtype=jnp.int32), num_groups - 1)
