@@ -3,8 +3,8 @@
 Random weights at the shape of a real target; no files are needed. Prints one line a shape and, with --json, the same as
 JSON lines.
 
-    python benchmarks/train_step.py                      # SmolLM2-135M, a drafter of 3 layers, blocks of 16
-    python benchmarks/train_step.py --shape qwen3-8b --batch-size 4 --sequence-length 3072 --anchors 512 --layers 5
+    python -m benchmarks.train_step                      # SmolLM2-135M, a drafter of 3 layers, blocks of 16
+    python -m benchmarks.train_step --shape qwen3-8b --batch-size 4 --sequence-length 3072 --anchors 512 --layers 5
 """
 
 import argparse
@@ -14,32 +14,12 @@ import time
 import jax
 import numpy as np
 
-from ddtree_jax.config import RopeConfig, TargetConfig
-from ddtree_jax.models.abstract import random_params
+from benchmarks._models import TARGETS, random_params
 from ddtree_jax.train.config import TrainConfig
 from ddtree_jax.train.data import Document, pack
 from ddtree_jax.train.evaluate import score_rows
 from ddtree_jax.train.flops import PEAK_FLOPS, step_flops
 from ddtree_jax.train.step import Models, features_of, init_state, to_device, train_step
-
-_COMMON = dict(rms_norm_eps=1e-6, qkv_bias=False, o_bias=False, max_position=8192, stop_token_ids=(0,))
-SHAPES = {
-    "smollm2-135m": TargetConfig(
-        architecture="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_layers=30, num_heads=9,
-        num_kv_heads=3, head_dim=64, rope=RopeConfig(theta=100000.0), qk_norm=False, tie_embeddings=True,
-        sliding_windows=(None,) * 30, **_COMMON,
-    ),
-    "qwen3-8b": TargetConfig(
-        architecture="qwen3", vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32,
-        num_kv_heads=8, head_dim=128, rope=RopeConfig(theta=1e6), qk_norm=True, tie_embeddings=False,
-        sliding_windows=(None,) * 36, **_COMMON,
-    ),
-    "tiny": TargetConfig(
-        architecture="llama", vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=6, num_heads=4,
-        num_kv_heads=2, head_dim=16, rope=RopeConfig(), qk_norm=False, tie_embeddings=True,
-        sliding_windows=(None,) * 6, **_COMMON,
-    ),
-}  # fmt: skip
 
 
 def seconds_of(call, repeats: int) -> float:
@@ -54,7 +34,7 @@ def seconds_of(call, repeats: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="smollm2-135m")
+    parser.add_argument("--shape", choices=TARGETS, default="smollm2-135m")
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--anchors", type=int, default=128)
@@ -68,14 +48,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
 
-    target = SHAPES[args.shape]
+    target = TARGETS[args.shape]
     config = TrainConfig(
         mask_token_id=target.vocab_size - 1, num_layers=args.layers, block_size=args.block_size, loss=args.loss,
         sequence_length=args.sequence_length, batch_size=args.batch_size, anchors=args.anchors,
         head_rows=args.head_rows, attention_mib=args.attention_mib, remat=args.remat,
         num_taps=min(5, target.num_layers - 3),
     )  # fmt: skip
-    models, params = Models.of(config, target), random_params(target, jax.random.key(0))
+    models, params = Models.of(config, target), random_params(target)
     tokens = np.random.default_rng(0).integers(0, target.vocab_size - 1, args.sequence_length, dtype=np.int32)
     rows = pack([Document(tokens, args.sequence_length // 4)] * args.batch_size, args.sequence_length)
     batch, state = to_device(rows), init_state(models, params, 1000)

@@ -49,7 +49,10 @@ def rows(args: argparse.Namespace):
 
         yield {
             "nodes": nodes,
-            "top_tokens_us": run(lambda shift, p: top_tokens(p + shift, k), log_probs),  # noqa: B023
+            **{
+                f"top_tokens_us_{c}_chunks": run(lambda shift, p: top_tokens(p + shift, k, chunks=c), log_probs)  # noqa: B023
+                for c in (int(c) for c in args.chunks.split(","))
+            },
             "build_from_top_us": run(lambda shift, p, t: build_from_top(p + shift, t, nodes), *top),  # noqa: B023
             "build_tree_us": run(lambda shift, p: build_tree(p + shift, nodes), log_probs),  # noqa: B023
             "accept_us": run(
@@ -64,6 +67,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--depth", type=int, default=15)
     parser.add_argument("--nodes", default="16,32,64,128,256")
+    parser.add_argument("--chunks", default="1", help="pieces of the vocabulary in the top-k, several to compare")
     parser.add_argument("--iterations", type=int, default=50)
     args = parser.parse_args()
     print(f"{jax.devices()[0].device_kind}, L = {args.depth}, V = {args.vocab}, microseconds")

@@ -110,8 +110,18 @@ class Tokenizer:
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any
     ) -> list[int]:
         """Token ids of the rendered messages. The template writes every special token itself, so none is added."""
-        text = self.apply_chat_template(messages, add_generation_prompt, **kwargs)
+        return self.encode_rendered(self.apply_chat_template(messages, add_generation_prompt, **kwargs))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of text that a chat template rendered, or of a part of it: no special token is added."""
         return self._encode(text, add_special_tokens=False)
+
+    def encode_rendered_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode_rendered` of each text, on all cores. A ValueError does not tell which text it is about."""
+        try:
+            return [e.ids for e in self._backend.encode_batch(list(texts), add_special_tokens=False)]
+        except (TypeError, UnicodeError):
+            raise ValueError("a text is not valid Unicode") from None
 
     def check_chat_template(self) -> None:
         """Raises ValueError if there is a chat template and it is not valid Jinja."""

@@ -120,9 +120,13 @@ class DecodeLoop:
 
     def verify(self, params: Any, request: Request, state: DecodeState) -> Verified:
         """Drafts a tree and takes the target's own draw at each of its nodes, in one pass of the target."""
+        tree = self.proposer.propose(params["drafter"], params["target"], state.drafter_cache, state.root)
+        return self.verify_tree(params, request, state, tree)
+
+    def verify_tree(self, params: Any, request: Request, state: DecodeState, tree: DraftTree) -> Verified:
+        """`verify` of a given tree."""
         proposer = self.proposer
         start = state.target_cache.length
-        tree = proposer.propose(params["drafter"], params["target"], state.drafter_cache, state.root)
         positions = start[:, None] + tree.depth
         out = self._target(params, tree.tokens, positions, tree.ancestors, state.target_cache, proposer.taps)
         draws = self._draw(params, request, out.hidden, tree.depth, start + 1, proposer.max_path)

@@ -103,7 +103,10 @@ class DFlashProposer:
         return jax.nn.log_softmax(logits, axis=-1)
 
     def propose(self, params: Any, target_params: Any, cache: KVCache, root: jax.Array) -> DraftTree:
-        log_probs = self.log_probs(params, target_params, cache, root)
+        return self.tree(self.log_probs(params, target_params, cache, root), root)
+
+    def tree(self, log_probs: jax.Array, root: jax.Array) -> DraftTree:
+        """The tree, or the chain, of marginals [B, L, V] below `root` [B]."""
         if self.num_nodes is not None:
             return build_tree(log_probs, self.num_nodes, root_tokens=root)
         tokens = jnp.argmax(log_probs, axis=-1).astype(jnp.int32)

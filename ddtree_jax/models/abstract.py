@@ -33,22 +33,6 @@ def abstract_params(config: TargetConfig | DrafterConfig) -> Any:
     return jax.eval_shape(functools.partial(init_params, config), jax.random.key(0))
 
 
-def random_params(config: TargetConfig | DrafterConfig, key: jax.Array) -> Any:
-    """Small random matrices, and vectors of ones, at the shapes of `config`: to time a model without its checkpoint.
-
-    Made on the device leaf by leaf in the dtype of `config`: what is needed besides the parameters is a few times the
-    largest of them, which lets a model that fills most of a GPU be made there.
-    """
-    leaves, structure = jax.tree.flatten(abstract_params(config))
-    keys = jax.random.split(key, len(leaves))
-    return jax.tree.unflatten(structure, [_random_leaf(k, x.shape, x.dtype) for k, x in zip(keys, leaves, strict=True)])
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _random_leaf(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    return jnp.ones(shape, dtype) if len(shape) == 1 else 0.02 * jax.random.normal(key, shape, dtype)
-
-
 def check_fits(drafter: DrafterConfig, target: TargetConfig) -> None:
     """Raises ValueError naming the first way in which a drafter does not fit a target."""
 

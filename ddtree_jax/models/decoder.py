@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ddtree_jax.config import MoEConfig, TargetConfig
 from ddtree_jax.models.cache import KVCache, TreeKV
-from ddtree_jax.models.layers import MLP, Linear, RMSNorm, precision_of, split_heads
+from ddtree_jax.models.layers import MLP, Linear, RMSNorm, linear, split_heads
 from ddtree_jax.models.moe import MoE
 from ddtree_jax.models.rope import apply_rope, rope_tables
 from pallas_kernels.tree_attention import tree_attention
@@ -138,9 +138,7 @@ class Decoder(nn.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., E] -> [..., V] float32, accumulated in float32."""
         weight = (self.embed if self.config.tie_embeddings else self.lm_head).weight
-        return jnp.einsum(
-            "...e,ve->...v", hidden, weight, preferred_element_type=jnp.float32, precision=precision_of(hidden.dtype)
-        )
+        return linear(hidden, weight, out_dtype=jnp.float32)
 
     def _touch(self, tokens, positions, ancestors, cache):
         """Runs every parameter once, for `init`."""

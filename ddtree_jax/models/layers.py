@@ -8,15 +8,27 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.streaming_matmul import streaming_matmul, streaming_swiglu
+
+# How products with a weight matrix are computed: "xla", or an implementation of `pallas_kernels.streaming_matmul`, None
+# to let it choose by the number of rows. Read while tracing: set it before anything is compiled. Its kernel has no
+# gradient and reads weights early, so it is for decoding only.
+MATMUL: str | None = "xla"
+
 
 def precision_of(dtype: jnp.dtype) -> lax.Precision | None:
     """Float32 means float32: no TF32 on the tensor cores, so that the exactness tests mean what they say."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
-def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """x [..., I] times weight [O, I] (the layout of Hugging Face) plus bias [O] -> [..., O] in x's dtype."""
-    y = jnp.einsum("...i,oi->...o", x, weight, precision=precision_of(x.dtype))
+def linear(
+    x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, out_dtype: jnp.dtype | None = None
+) -> jax.Array:
+    """x [..., I] times weight [O, I] (the layout of Hugging Face) plus bias [O] -> [..., O] in `out_dtype` (x's)."""
+    if MATMUL == "xla":
+        y = jnp.einsum("...i,oi->...o", x, weight, precision=precision_of(x.dtype), preferred_element_type=out_dtype)
+    else:
+        y = streaming_matmul(x, weight, out_dtype=out_dtype, implementation=MATMUL, early_weights=True)
     if bias is not None:
         y = y + jnp.broadcast_to(bias, y.shape)
     return y
@@ -34,6 +46,13 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
     """silu(gate) * up for a fused projection [..., 2F] (gate first) -> [..., F]."""
     gate, up = jnp.split(gate_up, 2, axis=-1)
     return jax.nn.silu(gate) * up
+
+
+def gated_linear(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`swiglu` of x [..., I] times a fused weight [2F, I] -> [..., F]."""
+    if MATMUL == "xla":
+        return swiglu(linear(x, weight))
+    return streaming_swiglu(x, weight, implementation=MATMUL, early_weights=True)
 
 
 def split_heads(x: jax.Array, num_heads: int) -> jax.Array:
@@ -82,4 +101,4 @@ class MLP(nn.Module):
         self.down_proj = Linear(self.hidden_size, self.intermediate_size, dtype=self.dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(swiglu(self.gate_up_proj(x)))
+        return self.down_proj(gated_linear(x, self.gate_up_proj.weight))

@@ -6,10 +6,13 @@ Shape letters: B slots, R slots of a refill, S prompt rows, O rows of the output
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
+import queue
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -41,16 +44,17 @@ class Question:
 
 def answer(
     config: TargetConfig, params: Any, questions: Sequence[Question], *, temperature: float, max_new_tokens: int,
-    slots: int, refill: int, longest: int = 0, deadline: float | None = None,
+    slots: int, refill: int, longest: int = 0, deadline: float | None = None, devices: int = 1,
 ) -> Iterator[list[Answer]]:  # fmt: skip
     """Yields finished answers, a few at a time, in the order in which they finish.
 
     Args:
       config, params: of the target.
       temperature, max_new_tokens: see `DecodeConfig`. An answer includes its stop token.
-      slots, refill: B and R.
+      slots, refill: B and R, of each device.
       longest: longest prompt to make room for, if later calls bring more prompts: equal shapes share programs.
       deadline: `time.monotonic()` at which to give up; what is unfinished then is dropped.
+      devices: of this host that share the questions.
 
     Raises:
       ValueError: a prompt leaves no room for an answer in the target's context.
@@ -61,25 +65,82 @@ def answer(
         if not 0 < len(q.prompt) < config.max_position:
             raise ValueError(f"request {q.request}: the prompt has {len(q.prompt)} tokens, "
                              f"expected 1..{config.max_position - 1}")  # fmt: skip
-    batch = _Batch(config, params, questions, temperature, max_new_tokens, slots, refill, longest)
+    longest = max(longest, *(len(q.prompt) for q in questions))
     waiting = collections.deque(questions)
-    while waiting or batch.busy:
-        if deadline is not None and time.monotonic() > deadline:
-            return
-        while waiting and batch.free >= min(batch.refill, len(waiting)):
-            batch.add([waiting.popleft() for _ in range(min(batch.refill, len(waiting)))])
-        if done := batch.advance():
-            yield done
+
+    def on(device: jax.Device | None) -> Iterator[list[Answer]]:
+        """Answers on one device until nothing waits any more; the queue is shared."""
+        with contextlib.nullcontext() if device is None else jax.default_device(device):
+            own = params if device is None else jax.device_put(params, device)
+            batch = _Batch(config, own, temperature, max_new_tokens, slots, refill, longest)
+            while waiting or batch.busy:
+                if deadline is not None and time.monotonic() > deadline:
+                    return
+                while waiting and batch.free >= min(batch.refill, len(waiting)):
+                    batch.add(_take(waiting, batch.refill))
+                if done := batch.advance():
+                    yield done
+
+    if devices == 1:
+        yield from on(None)
+    else:
+        yield from merge([functools.partial(on, device) for device in jax.local_devices()[:devices]])
+
+
+def _take(waiting: collections.deque, most: int) -> list[Question]:
+    """The next questions, fewer where another thread was faster."""
+    taken = []
+    with contextlib.suppress(IndexError):
+        while len(taken) < most:
+            taken.append(waiting.popleft())
+    return taken
+
+
+def merge(sources: Sequence[Callable[[], Iterator[Any]]]) -> Iterator[Any]:
+    """The items of several iterators, each made and run in a thread of its own, as they come.
+
+    The first error of any of them is raised here; closing this generator stops them all at their next item.
+    """
+    items: queue.SimpleQueue = queue.SimpleQueue()
+    stop = threading.Event()
+
+    def work(source):
+        try:
+            for item in source():
+                items.put((item, None))
+                if stop.is_set():
+                    return
+        except BaseException as error:  # whatever it is, the consumer must not wait for ever
+            items.put((None, error))
+        finally:
+            items.put((None, None))
+
+    threads = [threading.Thread(target=work, args=(source,), daemon=True) for source in sources]
+    for thread in threads:
+        thread.start()
+    running = len(threads)
+    try:
+        while running:
+            item, error = items.get()
+            if error is not None:
+                raise error
+            if item is None:
+                running -= 1
+            else:
+                yield item
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
 
 
 class _Batch:
     """B slots on the device, and which question each of them is at."""
 
-    def __init__(self, config, params, questions, temperature, max_new_tokens, slots, refill, longest):
+    def __init__(self, config, params, temperature, max_new_tokens, slots, refill, longest):
         self.config, self.slots, self.refill = config, slots, min(refill, slots)
         self.limit, self.temperature = max_new_tokens, temperature
         self.params = {"target": params, "drafter": None}
-        longest = max(longest, *(len(q.prompt) for q in questions))
         passes = -(-longest // _MAX_CHUNK)
         chunk = -(-longest // (passes * 16)) * 16
         self.prompt_rows = chunk * passes
@@ -101,6 +162,8 @@ class _Batch:
 
     def add(self, questions: list[Question]) -> None:
         """Prefills up to R questions in a batch of their own and moves them into free slots."""
+        if not questions:
+            return
         prompt = np.zeros((self.refill, self.prompt_rows), np.int32)
         for i, q in enumerate(questions):
             prompt[i, : len(q.prompt)] = q.prompt

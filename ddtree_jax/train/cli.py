@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", nargs="+", type=float, metavar="T", help="temperatures of the answers")
     parser.add_argument("--answers", help="folder of the answers, to share between runs; default OUT/answers")
     parser.add_argument("--answers-only", action="store_true", help="stop after answering")
+    parser.add_argument("--reuse-answers", action="store_true", help="make no answers, take those that are there")
     parser.add_argument("--max-minutes", type=float, help="time limit of training")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in OUT")
     parser.add_argument("--quiet", action="store_true", help="show no progress")
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> Trained | None:
     out, answers = Path(args.out), Path(args.answers or Path(args.out) / "answers")
     prompts = encode_files(target, args.prompts, config)
     held = {Path(f).stem: encode_files(target, [f], _eval_config(config)) for f in args.eval_prompts}
-    documents = _answer(target, prompts, held, answers, config, args.quiet)
+    documents = _answer(target, prompts, held, answers, config, args.quiet, args.reuse_answers)
     if args.answers_only:
         return None
     rows = pack(documents.pop("train"), config.sequence_length)
@@ -99,7 +100,9 @@ def _eval_config(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, prompt_overflow="skip")
 
 
-def _answer(target: Target, prompts, held, folder: Path, config: TrainConfig, quiet: bool) -> dict[str, list[Document]]:
+def _answer(
+    target: Target, prompts, held, folder: Path, config: TrainConfig, quiet: bool, reuse: bool
+) -> dict[str, list[Document]]:
     """Answers at every temperature: "train" all together, held-out ones all together by temperature."""
     deadline = time.monotonic() + 60 * config.answer_minutes
     questions = [p for name in held for p in _spread(held[name], config.eval_answers, len(held))]
@@ -110,12 +113,13 @@ def _answer(target: Target, prompts, held, folder: Path, config: TrainConfig, qu
         if questions:
             documents[f"held-{name}"] = answer_prompts(
                 target, questions, folder / f"held-{name}", config, temperature=temperature, longest=longest,
-                title=f"held-out answers at temperature {temperature:g}", quiet=quiet,
+                title=f"held-out answers at temperature {temperature:g}", quiet=quiet, reuse=reuse,
             )  # fmt: skip
         left = max(0.05, (deadline - time.monotonic()) / 60) / (len(config.temperatures) - place)
         documents["train"] += answer_prompts(
             target, prompts, folder / f"train-{name}", config, temperature=temperature, quiet=quiet, longest=longest,
             minutes=left if config.answer_minutes else 0.0, title=f"answers at temperature {temperature:g}",
+            reuse=reuse,
         )  # fmt: skip
     return documents
 

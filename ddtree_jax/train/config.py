@@ -15,7 +15,7 @@ OVERFLOWS = ("error", "skip")
 # Settings that say when things happen, not what is computed: they may differ between a run and its continuation.
 FREE = (
     "log_every", "eval_every", "checkpoint_every", "keep_checkpoints", "max_minutes", "answer_minutes", "eval_answers",
-    "answer_slots", "answer_refill", "answers_per_shard", "steps", "epochs",
+    "answer_slots", "answer_refill", "answers_per_shard", "steps", "epochs", "devices",
 )  # fmt: skip
 # Block size -> gamma as published (arXiv 2602.06036, section 4).
 _GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
@@ -68,6 +68,7 @@ class TrainConfig:
       head_rows: predictions whose logits exist at a time; bounds memory, not results.
       remat: recompute the drafter's layers in the backward pass instead of keeping their activations.
 
+      devices: GPUs of this host that share the work; 0 takes all that are there (and divide `batch_size`).
       log_every, eval_every, checkpoint_every: in steps; 0: only at the end.
       keep_checkpoints: newest checkpoints kept.
       eval_answers: held-out answers scored.
@@ -121,6 +122,7 @@ class TrainConfig:
     head_rows: int = 4096
     remat: bool = False
 
+    devices: int = 0
     log_every: int = 50
     eval_every: int = 500
     checkpoint_every: int = 500
@@ -135,7 +137,7 @@ class TrainConfig:
                      "eval_answers"):  # fmt: skip
             self._at_least(name, 1)
         for name in ("num_heads", "num_kv_heads", "head_dim", "intermediate_size", "mask_token_id", "steps",
-                     "eval_every", "checkpoint_every", "seed", "max_prompt_tokens"):  # fmt: skip
+                     "eval_every", "checkpoint_every", "seed", "max_prompt_tokens", "devices"):  # fmt: skip
             self._at_least(name, 0)
         self._at_least("block_size", 2)
         self._at_least("sequence_length", 2)

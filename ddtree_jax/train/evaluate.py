@@ -18,6 +18,7 @@ import numpy as np
 from ddtree_jax.train.anchors import valid_anchors
 from ddtree_jax.train.data import Rows
 from ddtree_jax.train.loss import block_loss, prefix_length, report
+from ddtree_jax.train.parallel import ROWS, SHARED, over_rows, total
 from ddtree_jax.train.step import Batch, Models, features_of, score_blocks, to_device
 
 
@@ -51,6 +52,12 @@ def score_rows(models: Models, params: Any, target_params: Any, batch: Batch) ->
 
 @functools.partial(jax.jit, static_argnums=0)
 def _score(models, params, target_params, batch, features):
+    score = functools.partial(_score_rows, models)
+    specs = (SHARED, SHARED, ROWS, ROWS)
+    return over_rows(models.mesh, score, specs, (ROWS, SHARED))(params, target_params, batch, features)
+
+
+def _score_rows(models, params, target_params, batch, features):
     config = models.config
     b, length = batch.tokens.shape
     valid = valid_anchors(batch.ends, batch.labels, config.block_size, partial_blocks=True)
@@ -65,8 +72,8 @@ def _score(models, params, target_params, batch, features):
         anchors = jnp.broadcast_to(index[None, :], (b, group))
         live = jnp.take(valid, index, axis=1) & inside[None, :]
         scores = score_blocks(models, params, target_params, batch, features, anchors, live)
-        _, sums = block_loss(config.loss, config.slot_gamma, config.dpace_alpha, *scores)
-        return prefix_length(*scores[1:]), sums
+        _, sums = block_loss(config.loss, config.slot_gamma, config.dpace_alpha, *scores, mesh=models.mesh)
+        return prefix_length(*scores[1:]), total(models.mesh, sums)
 
     prefix, sums = jax.lax.map(one, (index, inside.reshape(groups, group)))
     return prefix.swapaxes(0, 1).reshape(b, -1)[:, :length], sums
@@ -78,7 +85,7 @@ def evaluate(models: Models, params: Any, target_params: Any, rows: Rows) -> Eva
     sums, means, tokens, rounds = [], [], 0, 0
     for first in range(0, len(rows), size):
         part = rows.take(np.arange(first, first + size))
-        prefix, stacked = jax.device_get(score_rows(models, params, target_params, to_device(part)))
+        prefix, stacked = jax.device_get(score_rows(models, params, target_params, to_device(part, models.mesh)))
         sums += [{k: v[i] for k, v in stacked.items()} for i in range(len(stacked["loss"]))]
         for lengths in walk(part, prefix):
             means.append(statistics.fmean(lengths))

@@ -10,8 +10,10 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from ddtree_jax.models.layers import precision_of
+from ddtree_jax.train.parallel import total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,18 +150,23 @@ def prefix_length(correct: jax.Array, valid: jax.Array) -> jax.Array:
     return jnp.sum(jnp.cumprod((correct & valid).astype(jnp.int32), axis=-1), axis=-1, dtype=jnp.int32)
 
 
-def block_loss(loss: str, gamma: float, alpha: float, cross_entropies: jax.Array, correct: jax.Array, valid: jax.Array):
+def block_loss(
+    loss: str, gamma: float, alpha: float, cross_entropies: jax.Array, correct: jax.Array, valid: jax.Array,
+    mesh: Mesh | None = None,
+):  # fmt: skip
     """The loss of a batch, normalised by the sum of its weights (0 without any label), and sums to report.
 
     Args:
       cross_entropies: [b, n, L] float32; correct, valid: [b, n, L] bool.
+      mesh: the devices that share the batch. The sum of the weights is then that of all, and the sum of what each
+        device returns is what one device would have returned for the whole batch.
 
     Returns:
       (loss [] float32, dict of float32 sums: "loss", "blocks", "accepted" (1 + correct prefix), "correct" [L] and
       "labels" [L]).
     """
     weights = slot_weights(loss, gamma, alpha, cross_entropies, valid)
-    value = jnp.sum(weights * cross_entropies) / (jnp.sum(weights) + jnp.float32(1e-6))
+    value = jnp.sum(weights * cross_entropies) / (total(mesh, jnp.sum(weights)) + jnp.float32(1e-6))
     live = jnp.any(valid, axis=-1)
     sums = {
         "loss": value,

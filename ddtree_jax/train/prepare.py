@@ -1,13 +1,16 @@
 """From prompt files to stored answers: encoding, checks, answering, resuming."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 
 from ddtree_jax.loading import Target
-from ddtree_jax.prompts import encode_prompt, read_prompt_file
+from ddtree_jax.prompts import PromptRecord, encode_prompt, read_prompt_file
+from ddtree_jax.tokenizer import Tokenizer
 from ddtree_jax.train.answering import Question, answer, request_seed
 from ddtree_jax.train.answers import Answer, AnswerStore, Manifest, digest_of, fingerprint
 from ddtree_jax.train.config import TrainConfig
@@ -25,15 +28,8 @@ def encode_files(target: Target, files: Sequence[str | Path], config: TrainConfi
     most = min(config.max_prompt_tokens or most, most)
     encoded, skipped = [], 0
     for file in files:
-        for record in read_prompt_file(file):
-            prompt = record.turns[0]
-            chat = target.tokenizer is not None and target.tokenizer.chat_template is not None
-            messages = [{"role": "user", "content": prompt}] if chat else prompt
-            kwargs = {"enable_thinking": config.thinking} if chat else {}
-            try:
-                tokens = encode_prompt(target.tokenizer, messages, **kwargs)
-            except ValueError as error:
-                raise ValueError(f"{file}: prompt {record.id!r}: {error}") from None
+        records = read_prompt_file(file)
+        for record, tokens in zip(records, _encode(target.tokenizer, file, records, config), strict=True):
             if len(tokens) <= most:
                 encoded.append(tokens)
             elif config.prompt_overflow == "skip":
@@ -49,9 +45,32 @@ def encode_files(target: Target, files: Sequence[str | Path], config: TrainConfi
     return encoded
 
 
+def _encode(tokenizer: Tokenizer | None, file, records: Sequence[PromptRecord], config: TrainConfig) -> list[list[int]]:
+    """Token ids of the first turn of each record."""
+    if tokenizer is None or tokenizer.chat_template is None:
+        return [_named(file, r, lambda r=r: encode_prompt(tokenizer, r.turns[0])) for r in records]
+    render = lambda r: tokenizer.apply_chat_template(  # noqa: E731
+        [{"role": "user", "content": r.turns[0]}], enable_thinking=config.thinking
+    )
+    texts = [_named(file, r, lambda r=r: render(r)) for r in records]
+    try:
+        return tokenizer.encode_rendered_many(texts)
+    except ValueError:  # one by one, to find which
+        encode = tokenizer.encode_rendered
+        return [_named(file, r, lambda t=t: encode(t)) for r, t in zip(records, texts, strict=True)]
+
+
+def _named(file: str | Path, record: PromptRecord, call: Callable[[], Any]) -> Any:
+    """The call's result; its ValueError gets the names of file and prompt."""
+    try:
+        return call()
+    except ValueError as error:
+        raise ValueError(f"{file}: prompt {record.id!r}: {error}") from None
+
+
 def answer_prompts(
     target: Target, prompts: Sequence[Sequence[int]], folder: str | Path, config: TrainConfig, *, temperature: float,
-    longest: int = 0, minutes: float = 0.0, title: str = "answers", quiet: bool = False,
+    longest: int = 0, minutes: float = 0.0, title: str = "answers", quiet: bool = False, reuse: bool = False,
 ) -> list[Document]:  # fmt: skip
     """The target's answers to encoded prompts at one temperature; those that `folder` lacks are made.
 
@@ -59,6 +78,7 @@ def answer_prompts(
       folder: see `train.answers`.
       longest: see `answering.answer`.
       minutes: time limit, 0 for none; at least one answer is needed.
+      reuse: make none, take those that `folder` has.
 
     Raises:
       ValueError: the folder belongs to another target, other prompts or other settings.
@@ -71,6 +91,8 @@ def answer_prompts(
         vocab_size=target.config.vocab_size,
     )  # fmt: skip
     store = AnswerStore(folder, manifest)
+    if reuse:
+        return store.documents()
     finished = store.finished()
     # A random order, so that a run cut short by the clock has seen every kind of prompt.
     order = np.random.default_rng([config.seed, manifest.num_requests]).permutation(manifest.num_requests).tolist()
@@ -82,6 +104,7 @@ def answer_prompts(
         for answers in answer(
             target.config, target.params, questions, temperature=temperature, max_new_tokens=config.max_new_tokens,
             slots=config.answer_slots, refill=config.answer_refill, longest=longest, deadline=deadline,
+            devices=config.devices or jax.local_device_count(),
         ):  # fmt: skip
             unsaved += answers
             tokens, done = tokens + sum(len(a.tokens) for a in answers), done + len(answers)

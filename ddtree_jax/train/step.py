@@ -11,6 +11,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from ddtree_jax.config import DrafterConfig, TargetConfig
 from ddtree_jax.models.abstract import init_params
@@ -19,6 +20,7 @@ from ddtree_jax.train.config import TrainConfig, drafter_config
 from ddtree_jax.train.data import Rows
 from ddtree_jax.train.forward import draft_blocks, target_features
 from ddtree_jax.train.loss import HeadSpec, block_labels, block_loss, cross_entropy
+from ddtree_jax.train.parallel import ROWS, SHARED, over_rows, row_mesh, spread, total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,17 +31,20 @@ class Models:
       config: settings of the run.
       target: the frozen target.
       drafter: in the dtype of activations.
+      mesh: the devices that share a batch, None for one.
     """
 
     config: TrainConfig
     target: TargetConfig
     drafter: DrafterConfig
+    mesh: Mesh | None = None
 
     @classmethod
     def of(cls, config: TrainConfig, target: TargetConfig) -> "Models":
-        """Raises ValueError where `config` does not fit `target`."""
+        """Raises ValueError where `config` does not fit `target` or the devices that are here."""
+        mesh = row_mesh(config.batch_size, config.devices)
         # Settings that compute nothing would only make equal programs compile twice.
-        return cls(config.computing(), target, drafter_config(config, target))
+        return cls(config.computing(), target, drafter_config(config, target), mesh)
 
 
 @flax.struct.dataclass
@@ -70,9 +75,9 @@ class Batch:
     labels: jax.Array
 
 
-def to_device(rows: Rows) -> Batch:
-    """Copies rows to the device without waiting."""
-    return Batch(*jax.device_put((rows.tokens, rows.starts, rows.ends, rows.labels)))
+def to_device(rows: Rows, mesh: Mesh | None = None) -> Batch:
+    """Copies rows to the device, or each device's share to it, without waiting."""
+    return Batch(*spread(mesh, (rows.tokens, rows.starts, rows.ends, rows.labels)))
 
 
 def optimizer(config: TrainConfig) -> optax.GradientTransformation:
@@ -166,12 +171,15 @@ def step_key(seed: int, step: jax.Array) -> jax.Array:
 def features_of(models: Models, target_params: Any, batch: Batch) -> jax.Array:
     """The target's features of a batch, see `forward.target_features`; one program for training and evaluation."""
     d, limit = models.drafter, models.config.attention_mib * 2**20
-    return _features(models.target, d.target_layer_ids, limit, target_params, batch.tokens, batch.starts)
+    return _features(models.target, d.target_layer_ids, limit, models.mesh, target_params, batch.tokens, batch.starts)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _features(target, taps, limit, params, tokens, starts):
-    return target_features(target, params, tokens, starts, taps, limit)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _features(target, taps, limit, mesh, params, tokens, starts):
+    def features(params, tokens, starts):
+        return target_features(target, params, tokens, starts, taps, limit)
+
+    return over_rows(mesh, features, (SHARED, ROWS, ROWS), ROWS)(params, tokens, starts)
 
 
 def train_step(models: Models, state: TrainState, target_params: Any, batch: Batch) -> tuple[TrainState, dict]:
@@ -185,15 +193,20 @@ def train_step(models: Models, state: TrainState, target_params: Any, batch: Bat
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _update(models, state, target_params, batch, features):
-    config = models.config
+    config, mesh = models.config, models.mesh
     valid = valid_anchors(batch.ends, batch.labels, config.block_size, config.partial_blocks)
+    # Drawn for the whole batch, so that the number of devices changes no anchor.
     anchors, live = draw_anchors(step_key(config.seed, state.step), valid, config.anchors)
 
-    def objective(params):
-        scores = score_blocks(models, params, target_params, batch, features, anchors, live)
-        return block_loss(config.loss, config.slot_gamma, config.dpace_alpha, *scores)
+    def gradient(params, target_params, *rows):
+        def objective(params):
+            scores = score_blocks(models, params, target_params, *rows)
+            return block_loss(config.loss, config.slot_gamma, config.dpace_alpha, *scores, mesh=mesh)
 
-    gradients, sums = jax.grad(objective, has_aux=True)(state.params)
+        return total(mesh, jax.grad(objective, has_aux=True)(params))
+
+    gradient = over_rows(mesh, gradient, (SHARED, SHARED, ROWS, ROWS, ROWS, ROWS), SHARED)
+    gradients, sums = gradient(state.params, target_params, batch, features, anchors, live)
     with jax.numpy_dtype_promotion("standard"):  # optax mixes its counter with floats
         updates, opt_state = optimizer(config).update(gradients, state.optimizer, state.params)
     rate = learning_rate(config, state.step, state.total_steps)

@@ -21,6 +21,7 @@ from ddtree_jax.train.data import Rows, batch_index, steps_per_epoch
 from ddtree_jax.train.evaluate import Evaluation, evaluate, score_rows
 from ddtree_jax.train.flops import PEAK_FLOPS, step_flops
 from ddtree_jax.train.loss import Report, report
+from ddtree_jax.train.parallel import replicate
 from ddtree_jax.train.progress import ProgressLine
 from ddtree_jax.train.step import Models, TrainState, init_state, to_device, train_step
 
@@ -87,9 +88,14 @@ class _Run:
         check_fresh(folder, resume)
         folder.mkdir(parents=True, exist_ok=True)
         planned = config.steps or config.epochs * steps_per_epoch(len(rows), config.batch_size)
-        self.state: TrainState = init_state(self.models, target.params, planned)
+        self.target_params = replicate(self.models.mesh, target.params)
+        self.state: TrainState = replicate(self.models.mesh, init_state(self.models, target.params, planned))
         if (found := self.checkpoints.restore(self.state)) is not None:
-            self.state = found if config.max_minutes else found.replace(total_steps=jnp.int32(planned))
+            self.state = (
+                found
+                if config.max_minutes
+                else found.replace(total_steps=replicate(self.models.mesh, jnp.int32(planned)))
+            )
         self.step = self.first = int(self.state.step)
         self.total, self.planned = int(self.state.total_steps), planned
         self.pending: list[dict] = []  # sums on the device since the last log line
@@ -102,13 +108,13 @@ class _Run:
         if self.eval_rows and config.eval_every:
             # Compiles now, so that the first evaluation takes as long as the others: the schedule counts on it.
             rows = next(iter(self.eval_rows.values()))
-            batch = to_device(rows.take(np.arange(config.batch_size)))
-            jax.block_until_ready(score_rows(self.models, self.state.params, self.target.params, batch))
+            batch = to_device(rows.take(np.arange(config.batch_size)), self.models.mesh)
+            jax.block_until_ready(score_rows(self.models, self.state.params, self.target_params, batch))
         with ProgressLine("training", self.total, quiet=self.quiet) as progress:
             while self.step < self.total:
                 index = batch_index(len(self.rows), config.batch_size, config.seed, self.step)
-                batch = to_device(self.rows.take(index))
-                self.state, sums = train_step(self.models, self.state, self.target.params, batch)
+                batch = to_device(self.rows.take(index), self.models.mesh)
+                self.state, sums = train_step(self.models, self.state, self.target_params, batch)
                 self.pending.append(sums)
                 self.step += 1
                 # The program runs ahead of the device; only these lines wait for it.
@@ -155,13 +161,13 @@ class _Run:
         overhead = (evals + len(self.eval_rows)) * self.evaluation_seconds + 3
         total = self.step + max(0, int((left - overhead) / seconds))
         self.total = min(total, self.planned)
-        self.state = self.state.replace(total_steps=jnp.int32(self.total))
+        self.state = self.state.replace(total_steps=replicate(self.models.mesh, jnp.int32(self.total)))
 
     def _evaluate(self, progress: ProgressLine, names: list[str]) -> Evaluation | None:
         first = None
         for name in names:
             began = time.monotonic()
-            result = evaluate(self.models, self.state.params, self.target.params, self.eval_rows[name])
+            result = evaluate(self.models, self.state.params, self.target_params, self.eval_rows[name])
             self.evaluation_seconds = time.monotonic() - began
             first = first or result
             progress.note(f"step {self.step}: {name}: accepted length {result.accepted:.3f} (pooled "
@@ -172,14 +178,15 @@ class _Run:
 
     def _log_step(self, progress: ProgressLine, summary: Report, rate: float, norm: float, seconds: float) -> None:
         tokens = self.config.batch_size * self.config.sequence_length / seconds
-        share = step_flops(self.models) / seconds / PEAK_FLOPS
+        devices = 1 if self.models.mesh is None else self.models.mesh.size
+        share = step_flops(self.models) / seconds / (PEAK_FLOPS * devices)
         text = (f"loss {summary.loss:.3f}, accepted {summary.accepted:.2f}, accuracy {_percent(summary.accuracy)}, "
                 f"{tokens:.0f} tokens/s, {1e3 * seconds:.1f} ms, {100 * share:.1f} % of peak")  # fmt: skip
         progress.update(self.step, text, total=self.total)
         self._write({
             "kind": "train", "step": self.step, "total_steps": self.total, "loss": summary.loss,
             "accepted": summary.accepted, "accuracy": summary.accuracy, "learning_rate": rate, "gradient_norm": norm,
-            "tokens_per_second": tokens, "seconds_per_step": seconds, "share_of_peak": share,
+            "tokens_per_second": tokens, "seconds_per_step": seconds, "share_of_peak": share, "devices": devices,
             "seconds": time.monotonic() - self.began,
         })  # fmt: skip
 

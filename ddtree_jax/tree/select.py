@@ -13,8 +13,13 @@ from jax import lax
 # 15 rows of 151936: 69 us for 63 tokens, but 605 us for 255 and 591 us for a stable selection of any length.
 FAST_TOP_K = 128
 
+# Pieces of the vocabulary that are searched separately, and their finds together (1: the whole row at once). One row of
+# a selection is the work of one thread block, and a tree has only some 15 rows. `python -m benchmarks.tree_build
+# --chunks 1,8,16,32,64` times them.
+CHUNKS = 1
 
-def top_tokens(log_probs: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+
+def top_tokens(log_probs: jax.Array, k: int, *, chunks: int | None = None) -> tuple[jax.Array, jax.Array]:
     """The k most probable tokens of every depth, best first; NaN counts as probability 0.
 
     Which of several exactly equal tokens is taken, and their order, is unspecified (a stable selection sorts the
@@ -23,6 +28,7 @@ def top_tokens(log_probs: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     Args:
       log_probs: [B, L, V] float32.
       k: tokens to keep, 1 <= k <= V (static).
+      chunks: pieces of the vocabulary searched separately (static), default `CHUNKS`. The result is the same.
 
     Returns:
       log_prob [B, L, k] float32 and token [B, L, k] int32. Tokens of probability above 0 are distinct.
@@ -39,10 +45,27 @@ def top_tokens(log_probs: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     for taken in range(0, k, FAST_TOP_K):
         if taken:  # two fast selections beat one sort: strike out what was found and look again
             remaining = jnp.put_along_axis(remaining, tokens[-1], -jnp.inf, axis=-1, inplace=False)
-        value, token = lax.top_k(remaining, min(FAST_TOP_K, k - taken), is_stable=False)
+        value, token = _largest(remaining, min(FAST_TOP_K, k - taken), CHUNKS if chunks is None else chunks)
         values.append(value)
-        tokens.append(token.astype(jnp.int32))
+        tokens.append(token)
     return jnp.concatenate(values, axis=-1), jnp.concatenate(tokens, axis=-1)
+
+
+def _largest(values: jax.Array, k: int, chunks: int) -> tuple[jax.Array, jax.Array]:
+    """The k largest of the last axis and where they are: of each piece first, then of what the pieces yield."""
+    size = values.shape[-1]
+    width = -(-size // chunks)
+    if chunks == 1 or width <= 2 * k:  # pieces that yield about all they have save nothing
+        best, place = lax.top_k(values, k, is_stable=False)
+        return best, place.astype(jnp.int32)
+    leading = [(0, 0)] * (values.ndim - 1)
+    padded = jnp.pad(values, [*leading, (0, chunks * width - size)], constant_values=-jnp.inf)
+    best, place = lax.top_k(padded.reshape(*values.shape[:-1], chunks, width), k, is_stable=False)
+    place = place.astype(jnp.int32) + lax.broadcasted_iota(jnp.int32, place.shape, place.ndim - 2) * width
+    flat = (*values.shape[:-1], chunks * k)
+    best, chosen = lax.top_k(best.reshape(flat), k, is_stable=False)
+    place = jnp.take_along_axis(place.reshape(flat), chosen.astype(jnp.int32), axis=-1, mode="clip")
+    return best, jnp.minimum(place, size - 1)  # padding may stand for tokens of probability 0
 
 
 def clean_log_probs(log_probs: jax.Array) -> jax.Array:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import choice
 from pallas_kernels.grouped_matmul import mosaic_gpu, reference
 from pallas_kernels.grouped_matmul.groups import Groups
-from pallas_kernels.hopper import on_hopper
-
-IMPLEMENTATIONS = ("xla", "mosaic_gpu")
 
 
 def grouped_matmul(
@@ -41,15 +39,10 @@ def grouped_matmul(
       ValueError: the arguments contradict each other.
       NotImplementedError: the implementation asked for cannot do this call; the message names what.
     """
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
+    choice.check(implementation)
     _check_arrays(x, weight, groups, swiglu)
     obstacle = mosaic_gpu.unsupported(x, weight, groups.rows_per_tile, swiglu)
-    if implementation == "mosaic_gpu" and obstacle is not None:
-        raise NotImplementedError(f"mosaic_gpu cannot do {obstacle}")
-    if implementation is None:
-        implementation = "mosaic_gpu" if obstacle is None and on_hopper() else "xla"
-    chosen = reference if implementation == "xla" else mosaic_gpu
+    chosen = reference if choice.choose(implementation, obstacle) == "xla" else mosaic_gpu
     return chosen.grouped_matmul(x, weight, groups, swiglu=swiglu)
 
 

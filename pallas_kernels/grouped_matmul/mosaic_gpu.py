@@ -9,6 +9,8 @@ find its weights in the L2 cache.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -35,6 +37,7 @@ def unsupported(x: jax.Array, weight: jax.Array, tile: int, swiglu: bool) -> str
     return None
 
 
+@functools.partial(jax.jit, static_argnames=("swiglu", "interpret"))  # the layers of a model share one lowering
 def grouped_matmul(
     x: jax.Array,  # [P, I]
     weight: jax.Array,  # [X, O, I]

@@ -6,10 +6,11 @@ cache P pages, R rows of a page, M entries of a page table.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.hopper import on_hopper
 from pallas_kernels.tree_attention import config, mosaic_gpu, reference
 
 IMPLEMENTATIONS = ("xla", "mosaic_gpu")
@@ -124,8 +125,13 @@ def _choose(implementation: str | None, obstacle: str | None) -> str:
     if implementation == "mosaic_gpu" and obstacle is not None:
         raise NotImplementedError(f"mosaic_gpu cannot do {obstacle}")
     if implementation is None:
-        return "mosaic_gpu" if obstacle is None and on_hopper() else "xla"
+        return "mosaic_gpu" if obstacle is None and _on_hopper() else "xla"
     return implementation
+
+
+@functools.cache
+def _on_hopper() -> bool:
+    return jax.default_backend() == "gpu" and jax.local_devices()[0].compute_capability == "9.0"
 
 
 def _check_options(sliding_window, softcap, implementation):

@@ -44,6 +44,8 @@ from pallas_kernels.tree_attention.mosaic_gpu_static import (
 from pallas_kernels.tree_attention.mosaic_gpu_stream import produce
 
 
+# Jitted, so that the layers of a model share one trace and one lowering of each kernel (seconds each).
+@functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "softcap", "config", "interpret"))
 def tree_attention(
     q: jax.Array,  # [B, N, H, D]
     k_cache: jax.Array,  # [B, K, C, D], or pages [P, K, R, D]

@@ -12,8 +12,8 @@ from grouped_matmul_suite import Case, GroupedMatmulSuite
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.choice import on_hopper
 from pallas_kernels.grouped_matmul import group_rows, mosaic_gpu, tile_rows
-from pallas_kernels.hopper import on_hopper
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter runs on the CPU")

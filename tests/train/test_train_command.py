@@ -129,3 +129,10 @@ def test_settings_are_checked_by_name():
         type(tiny_config()).from_json({"mask_token_id": 1, "batch_size": "4"})
     config = dataclasses.replace(tiny_config(), gamma=3.0, temperatures=(0.0, 1.0))
     assert type(config).from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+def test_a_prompt_that_is_not_unicode_is_named(folder, capsys):
+    lines = [{"id": "good", "turns": ["fine"]}, {"id": "torn", "turns": ["half \ud800 of a pair"]}]
+    (folder / "torn.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, err = run(folder, capsys, "bad", prompts="torn.jsonl")
+    assert code == 2 and "torn.jsonl: prompt 'torn': the text is not valid Unicode" in err

@@ -24,7 +24,7 @@ def tiny_config(**overrides) -> TrainConfig:
         mask_token_id=3, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, intermediate_size=40, taps=(0, 1),
         block_size=5, sequence_length=LENGTH, batch_size=2, anchors=6, steps=4, dtype="float32", head_rows=16,
         max_new_tokens=12, answer_slots=4, answer_refill=2, answers_per_shard=3, log_every=2, eval_every=0,
-        checkpoint_every=0, learning_rate=1e-2, eval_answers=4,
+        checkpoint_every=0, learning_rate=1e-2, eval_answers=4, devices=1,
     )  # fmt: skip
     return TrainConfig(**values | overrides)
 

@@ -5,15 +5,29 @@ import pytest
 from ddtree_jax.tree.select import FAST_TOP_K, largest_by_counting, sorted_largest, top_tokens
 
 
+@pytest.mark.parametrize("chunks", [None, 3, 7])
 @pytest.mark.parametrize("k", [1, 7, FAST_TOP_K, FAST_TOP_K + 1, 300, 400])
-def test_top_tokens_match_a_sort(k):
+def test_top_tokens_match_a_sort(k, chunks):
     rng = np.random.default_rng(k)
     log_probs = -rng.permuted(np.tile(np.arange(400, dtype=np.float32), (2, 3, 1)), axis=2)  # no ties
-    values, tokens = top_tokens(jnp.asarray(log_probs), k)
+    values, tokens = top_tokens(jnp.asarray(log_probs), k, chunks=chunks)
     assert values.shape == tokens.shape == (2, 3, k)
     assert values.dtype == jnp.float32 and tokens.dtype == jnp.int32
     np.testing.assert_array_equal(values, -np.sort(-log_probs, axis=2)[:, :, :k])
     np.testing.assert_array_equal(tokens, np.argsort(-log_probs, axis=2)[:, :, :k])
+
+
+def test_pieces_give_what_the_whole_gives():
+    """All of the best in one piece, a last piece that is not full, and fewer possible tokens than asked for."""
+    values = np.full((1, 2, 1000), -np.inf, np.float32)
+    values[0, 0, 200:230] = -np.arange(30, dtype=np.float32)
+    values[0, 1, [999, 3, 500]] = [-1.0, -2.0, -3.0]
+    best, tokens = top_tokens(jnp.asarray(values), 20, chunks=16)
+    np.testing.assert_array_equal(best[0, 0], -np.arange(20, dtype=np.float32))
+    np.testing.assert_array_equal(tokens[0, 0], 200 + np.arange(20))
+    np.testing.assert_array_equal(best[0, 1, :4], [-1.0, -2.0, -3.0, -np.inf])
+    np.testing.assert_array_equal(tokens[0, 1, :3], [999, 3, 500])
+    assert np.all(np.asarray(tokens) < 1000)
 
 
 def test_equal_tokens_are_taken_once_across_the_rounds_of_selection():

@@ -1,0 +1,90 @@
+"""Shapes of published models, and random weights at these shapes made on the device."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ddtree_jax.config import DrafterConfig, MoEConfig, RopeConfig, TargetConfig, default_taps
+from ddtree_jax.models.abstract import abstract_params
+
+
+def _target(architecture: str, layers: int, heads: int, kv_heads: int, head_dim: int, **fields) -> TargetConfig:
+    common = dict(rms_norm_eps=1e-6, qkv_bias=False, o_bias=False, max_position=40960, stop_token_ids=(0,))
+    return TargetConfig(
+        architecture=architecture, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
+        qk_norm=architecture.startswith("qwen3"), sliding_windows=(None,) * layers, **common | fields,
+    )  # fmt: skip
+
+
+_QWEN3 = dict(vocab_size=151936, rope=RopeConfig(theta=1e6))
+_LLAMA31_ROPE = RopeConfig(theta=5e5, kind="llama3", factor=8.0, original_max_position=8192)
+TARGETS = {
+    "qwen3-0.6b": _target(
+        "qwen3", 28, 16, 8, 128, hidden_size=1024, intermediate_size=3072, tie_embeddings=True, **_QWEN3
+    ),
+    "qwen3-4b": _target(
+        "qwen3", 36, 32, 8, 128, hidden_size=2560, intermediate_size=9728, tie_embeddings=True, **_QWEN3
+    ),
+    "qwen3-8b": _target(
+        "qwen3", 36, 32, 8, 128, hidden_size=4096, intermediate_size=12288, tie_embeddings=False, **_QWEN3
+    ),
+    "qwen3-32b": _target(
+        "qwen3", 64, 64, 8, 128, hidden_size=5120, intermediate_size=25600, tie_embeddings=False, **_QWEN3
+    ),
+    "qwen3-30b-a3b": _target(
+        "qwen3_moe", 48, 32, 4, 128, hidden_size=2048, intermediate_size=6144, tie_embeddings=False, moe=MoEConfig(
+            sparse=(True,) * 48, num_experts=128, experts_per_token=8, intermediate_size=768, renormalise=True
+        ), **_QWEN3,
+    ),
+    "llama-3.1-8b": _target(
+        "llama", 32, 32, 8, 128, hidden_size=4096, intermediate_size=14336, tie_embeddings=False, vocab_size=128256,
+        rope=_LLAMA31_ROPE,
+    ),
+    "smollm2-135m": _target(
+        "llama", 30, 9, 3, 64, hidden_size=576, intermediate_size=1536, tie_embeddings=True, vocab_size=49152,
+        rope=RopeConfig(theta=1e5),
+    ),
+    "tiny": _target(
+        "llama", 4, 4, 2, 16, hidden_size=64, intermediate_size=128, tie_embeddings=True, vocab_size=512,
+        rope=RopeConfig(),
+    ),
+}  # fmt: skip
+
+
+def dflash_config(name: str) -> DrafterConfig:
+    """The DFlash drafter of a target: five layers of the target's own geometry and blocks of 16 slots.
+
+    As published for Qwen3-4B and 8B (z-lab/Qwen3-8B-DFlash-b16); the one for Llama 3.1 8B has blocks of 10 and a
+    narrower MLP. For the other shapes the same recipe stands in.
+    """
+    t = TARGETS[name]
+    layers = 5 if name != "tiny" else 1
+    block, intermediate = {"llama-3.1-8b": (10, 12288), "tiny": (4, 128)}.get(name, (16, t.intermediate_size))
+    return DrafterConfig(
+        hidden_size=t.hidden_size, intermediate_size=intermediate, num_layers=layers, num_heads=t.num_heads,
+        num_kv_heads=t.num_kv_heads, head_dim=t.head_dim, rms_norm_eps=t.rms_norm_eps, rope=t.rope,
+        attention_bias=False, block_size=block, mask_token_id=t.vocab_size - 1,
+        target_layer_ids=default_taps(t.num_layers, layers), target_hidden_size=t.hidden_size,
+        target_num_layers=t.num_layers, target_vocab_size=t.vocab_size, causal=(False,) * layers,
+        sliding_windows=(None,) * layers, dtype=t.dtype,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, scale: float) -> jax.Array:
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype)
+
+
+def random_params(config: TargetConfig | DrafterConfig) -> Any:
+    """Small normal weights in the dtype of `config`, leaf by leaf, so that no float32 copy of a model exists."""
+    leaves, structure = jax.tree.flatten(abstract_params(config))
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    values = [
+        jnp.ones(x.shape, x.dtype) if len(x.shape) == 1 else normal(key, x.shape, x.dtype, 0.02)
+        for key, x in zip(keys, leaves)
+    ]
+    return jax.tree.unflatten(structure, values)

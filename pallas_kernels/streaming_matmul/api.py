@@ -1,0 +1,136 @@
+"""Streaming matmul: the public functions, their argument checks, and the choice of implementation.
+
+Shape letters: M rows (all leading axes of x together), E inner dimension, O output features, F features of a gate.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.streaming_matmul import config as configs
+from pallas_kernels.streaming_matmul import mosaic_gpu, reference
+from pallas_kernels.streaming_matmul.config import MAX_ROWS, Config, Shape
+
+IMPLEMENTATIONS = ("xla", "mosaic_gpu")
+
+
+def streaming_matmul(
+    x: jax.Array,  # [..., E]
+    weight: jax.Array,  # [O, E]
+    *,
+    out_dtype: jnp.dtype | None = None,
+    implementation: str | None = None,
+    early_weights: bool = False,
+    config: Config | None = None,
+) -> jax.Array:  # [..., O]
+    """x times the transposed weight, accumulated in float32; made for few rows, where reading the weight is all.
+
+    The GPU kernel has no gradient (differentiate with implementation="xla") and runs on one device: over a mesh, call
+    it inside `shard_map`. Its result is the same every time, but its last bits depend on M and on the configuration,
+    as those of any matrix product do.
+
+    Args:
+      x: float32, float16 or bfloat16. M is the product of its leading axes.
+      weight: in Hugging Face's layout, of x's dtype.
+      out_dtype: of the result; default x's.
+      implementation: "xla", "mosaic_gpu", or None to choose: "mosaic_gpu" on a Hopper GPU where it can and was not
+        measured slower, else "xla". The GPU kernel takes float16 and bfloat16, 1 <= M <= 256, and O and E that are
+        multiples of 64.
+      early_weights: lets the kernel read the weight before the GPU has finished the operation before this one. Only
+        for weights that no recent operation computes, such as the parameters of a model.
+      config: sizes of the GPU kernel; default by table and model.
+
+    Raises:
+      ValueError: the arguments contradict each other.
+      NotImplementedError: the implementation asked for cannot do this call; the message names what.
+    """
+    return _product(x, weight, 1, out_dtype, implementation, early_weights, config)
+
+
+def streaming_swiglu(
+    x: jax.Array,  # [..., E]
+    weight: jax.Array,  # [2 * F, E]
+    *,
+    out_dtype: jnp.dtype | None = None,
+    implementation: str | None = None,
+    early_weights: bool = False,
+    config: Config | None = None,
+) -> jax.Array:  # [..., F]
+    """silu(x @ gate.T) * (x @ up.T) for a weight that holds gate above up, in float32 up to the final rounding.
+
+    Arguments and errors are those of `streaming_matmul`, with O = F.
+    """
+    return _product(x, weight, 2, out_dtype, implementation, early_weights, config)
+
+
+def _product(x, weight, panels, out_dtype, implementation, early_weights, config):
+    _check(x, weight, panels, implementation)
+    leading, inputs = x.shape[:-1], x.shape[-1]
+    shape = Shape(
+        rows=math.prod(leading),
+        features=weight.shape[0] // panels,
+        inputs=inputs,
+        panels=panels,
+        dtype=x.dtype.name,
+        out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype).name,
+    )
+    obstacle = unsupported(shape)
+    if implementation == "mosaic_gpu" and obstacle is not None:
+        raise NotImplementedError(f"mosaic_gpu cannot do {obstacle}")
+    if implementation is None:
+        usable = obstacle is None and _on_hopper() and not configs.xla_is_faster(shape)
+        implementation = "mosaic_gpu" if usable else "xla"
+    rows = x.reshape(shape.rows, inputs)
+    if implementation == "xla":
+        y = reference.matmul(rows, weight)
+        y = reference.gate(y) if panels == 2 else y
+    else:
+        y = from_kernel(rows, weight, shape, config or configs.choose(shape), early_weights=early_weights)
+    return y.astype(shape.out_dtype).reshape(*leading, shape.features)
+
+
+def from_kernel(rows, weight, shape: Shape, config: Config, **options) -> jax.Array:
+    """What the kernel computes, [M, F], its splits added in order."""
+    out = mosaic_gpu.matmul(rows, weight, shape=shape, config=config, **options)
+    if config.splits == 1:
+        return out
+    sums = functools.reduce(jnp.add, [out[i] for i in range(config.splits)])  # [panels, M, F]
+    return (sums[0] if shape.panels == 1 else jax.nn.silu(sums[0]) * sums[1]).astype(shape.out_dtype)
+
+
+def unsupported(shape: Shape) -> str | None:
+    """Why the GPU kernel cannot take a product, or None."""
+    if shape.dtype not in ("bfloat16", "float16"):
+        return f"dtype {shape.dtype} (bfloat16 and float16 only)"
+    if shape.out_dtype not in (shape.dtype, "float32"):
+        return f"a result of {shape.out_dtype} ({shape.dtype} and float32 only)"
+    if not 1 <= shape.rows <= MAX_ROWS:
+        return f"{shape.rows} rows (1 to {MAX_ROWS})"
+    if shape.features % 64 or shape.inputs % 64:
+        return f"a weight of {shape.features} x {shape.inputs} (multiples of 64 only)"
+    if configs.choose(shape) is None:
+        return f"a weight of {shape.features} x {shape.inputs} (no configuration fits)"
+    return None
+
+
+@functools.cache
+def _on_hopper() -> bool:
+    return jax.default_backend() == "gpu" and jax.local_devices()[0].compute_capability == "9.0"
+
+
+def _check(x, weight, panels, implementation):
+    """Raises ValueError where the arguments contradict each other."""
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
+    if x.ndim < 1 or weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(f"weight must be [O, E] with E = {x.shape[-1:]}, got {weight.shape}")
+    if weight.shape[0] % panels:
+        raise ValueError(f"gate above up needs an even number of rows, got {weight.shape}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"x must be floating point, got {x.dtype}")
+    if weight.dtype != x.dtype:
+        raise ValueError(f"weight must be {x.dtype} like x, got {weight.dtype}")

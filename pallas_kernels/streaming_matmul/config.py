@@ -1,0 +1,208 @@
+"""Sizes of the streaming matmul kernel, their choice by a cost model, and what was measured better than the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import jax.numpy as jnp
+
+ROWS = 64  # rows of one Hopper wgmma
+MAX_ROWS = 256
+_MULTIPROCESSORS = 132
+_SHARED_BYTES = 227 * 1024 - 1024  # of one thread block, less barriers
+_REGISTERS = 512  # of one multiprocessor, per thread of a warpgroup
+PRODUCER_REGISTERS = 40
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One product: M rows times `panels` weight matrices of F rows each, one above the other.
+
+    Attributes:
+      rows: M, 1..256.
+      features: F, output columns.
+      inputs: E, the inner dimension.
+      panels: 1, or 2 for silu(x @ gate.T) * (x @ up.T).
+      dtype: of x and the weights, by name.
+      out_dtype: of the result, by name.
+    """
+
+    rows: int
+    features: int
+    inputs: int
+    panels: int = 1
+    dtype: str = "bfloat16"
+    out_dtype: str = "bfloat16"
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.panels * self.features * self.inputs * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def bytes(self) -> int:
+        """Weights, x and the result, each moved once."""
+        x_bytes = self.rows * self.inputs * jnp.dtype(self.dtype).itemsize
+        return self.weight_bytes + x_bytes + self.rows * self.features * jnp.dtype(self.out_dtype).itemsize
+
+    @property
+    def flop(self) -> int:
+        return 2 * self.rows * self.panels * self.features * self.inputs
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How one product is cut up.
+
+    Attributes:
+      tile: output columns of a thread block, a multiple of 16 up to 256 (of each panel, if there are two).
+      splits: thread blocks that share the inner dimension of a tile.
+      cluster: thread blocks, 1 or 2, that share each block of x by multicast.
+      consumers: computing warpgroups; they share the row tiles of x evenly.
+      block: inner columns of one step of the ring, a multiple of 64.
+      stages: steps in flight.
+      limit: thread blocks launched at most; each then takes several tiles.
+    """
+
+    tile: int
+    splits: int
+    cluster: int
+    consumers: int
+    block: int
+    stages: int
+    limit: int = _MULTIPROCESSORS
+
+    def row_tiles(self, shape: Shape) -> int:
+        """Tiles of 64 rows that each consumer holds."""
+        return -(-_row_tiles(shape) // self.consumers)
+
+    def tiles(self, shape: Shape) -> int:
+        return -(-shape.features // self.tile)
+
+    def groups(self, shape: Shape) -> int:
+        return -(-self.tiles(shape) // self.cluster)
+
+    def workers(self, shape: Shape) -> int:
+        """Thread blocks or clusters launched: as many as run at once, or as there is work for."""
+        return min(self.limit // self.cluster, self.groups(shape) * self.splits)
+
+    def blocks(self, shape: Shape) -> int:
+        return shape.inputs // self.block
+
+    def check(self, shape: Shape) -> None:
+        """Raises ValueError where these sizes cannot cut up this product."""
+
+        def require(name: str, expected: str, ok: bool) -> None:
+            if not ok:
+                raise ValueError(f"{name} must be {expected} for {shape}, got {self}")
+
+        require("tile", "a multiple of 16, 16..256", self.tile % 16 == 0 and 16 <= self.tile <= 256)
+        require("block", "a multiple of 64 that divides E", self.block % 64 == 0 and shape.inputs % self.block == 0)
+        require("splits", "1..E / block", 1 <= self.splits <= max(1, shape.inputs // self.block))
+        require("cluster", "1 or 2", self.cluster in (1, 2))
+        require("consumers", "1..4, not more than tiles of 64 rows", 1 <= self.consumers <= _row_tiles(shape))
+        require("stages", "2 or more", self.stages >= 2)
+        require("limit", "cluster or more", self.limit >= self.cluster)
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers of a consumer's thread: what the producer leaves, in steps of 8.
+
+        A launch gives every thread the same number, in steps of 8; only what it gave can be shared out anew, and a
+        warpgroup that asks for more waits for ever.
+        """
+        warpgroups = self.consumers + 1
+        given = _REGISTERS // warpgroups // 8 * 8 * warpgroups
+        return min(232, (given - PRODUCER_REGISTERS) // self.consumers // 8 * 8)
+
+
+def _row_tiles(shape: Shape) -> int:
+    return -(-shape.rows // ROWS)
+
+
+def epilogue_columns(shape: Shape, config: Config) -> int:
+    """Columns of a tile that pass through shared memory at a time: at most 24 KiB of each consumer."""
+    size = jnp.dtype(shape.out_dtype if config.splits == 1 else "float32").itemsize
+    parts = next(
+        n for n in itertools.count(1) if config.tile % (16 * n) == 0 and ROWS * config.tile // n * size <= 24576
+    )
+    return config.tile // parts
+
+
+def shared_bytes(shape: Shape, config: Config, stages: int) -> int:
+    """Shared memory of a thread block with so many stages."""
+    x_rows = ROWS * config.consumers * config.row_tiles(shape)
+    stage = (x_rows + shape.panels * config.tile) * config.block * jnp.dtype(shape.dtype).itemsize
+    size = jnp.dtype(shape.out_dtype if config.splits == 1 else "float32").itemsize
+    return stages * stage + config.consumers * ROWS * epilogue_columns(shape, config) * size
+
+
+def candidates(shape: Shape) -> list[Config]:
+    """Every configuration that fits shared memory and registers and is not plainly wasteful, best estimate first."""
+    found = []
+    tiles = [t for t in range(32, 257, 16) if t * shape.panels <= 256]
+    rows = _row_tiles(shape)
+    for tile, splits, cluster, block in itertools.product(tiles, (1, 2, 3, 4, 6, 8), (1, 2), (64, 128)):
+        for consumers in {min(rows, 2), min(rows, 3), rows}:
+            config = Config(tile=tile, splits=splits, cluster=cluster, consumers=consumers, block=block, stages=1)
+            accumulators = config.row_tiles(shape) * shape.panels * tile // 2  # registers of each thread
+            blocks = shape.inputs // block
+            if shape.inputs % block or blocks < 2 * splits or accumulators > config.consumer_registers - 40:
+                continue
+            stages = 1
+            while stages < min(12, blocks) and shared_bytes(shape, config, stages + 1) <= _SHARED_BYTES:
+                stages += 1
+            if stages >= 3:
+                found.append(dataclasses.replace(config, stages=stages))
+    return sorted(found, key=lambda config: estimate_us(shape, config))
+
+
+def estimate_us(shape: Shape, config: Config) -> float:
+    """What a product takes, in microseconds: the slowest of the paths that data take, a start, and the partial sums.
+
+    The rates are a model of an H200 (4.39 TB/s of memory and 790 TFLOP/s measured; level-2 cache and the port of a
+    multiprocessor estimated), meant to order configurations, not to predict times.
+    """
+    size = jnp.dtype(shape.dtype).itemsize
+    tiles, workers = config.tiles(shape), config.workers(shape)
+    items = config.groups(shape) * config.splits
+    most = -(-items // workers)  # items of the busiest worker
+    inner = -(-config.blocks(shape) // config.splits) * config.block
+    padded = ROWS * config.consumers * config.row_tiles(shape)
+    weight_item, x_item = shape.panels * config.tile * inner * size, min(shape.rows, padded) * inner * size
+    running = workers * config.cluster
+    memory = shape.weight_bytes / 4.3e6 * max(1.0, 100 / running)
+    level2 = (shape.weight_bytes + tiles * config.splits * x_item / config.cluster) / 6.0e6
+    port = most * (weight_item + padded * inner * size) / 80e3
+    balance = most * weight_item * running / 4.3e6  # if every multiprocessor gets an even share of the memory
+    arithmetic = most * running * 2 * padded * shape.panels * config.tile * inner / 750e6
+    # A deep ring hides latency; short steps cost barriers.
+    depth = config.stages * (padded + shape.panels * config.tile) * config.block * size
+    shallow = 1.0 + max(0.0, 0.15 * (1 - depth / 120e3)) + (0.02 if config.block == 64 else 0.0)
+    partial = 0.0
+    if config.splits > 1:
+        partial = 2 * config.splits * shape.panels * shape.rows * shape.features * 4 / 5e6
+    return 2.5 + shallow * max(memory, level2, port, 0.95 * balance, arithmetic) + partial
+
+
+# Best of `python -m benchmarks.streaming_matmul --sweep` on an H200, None where XLA was faster; empty until measured.
+# Keys: (features, inputs, panels, rows), where a number of rows stands for itself and those down to the next key.
+MEASURED: dict[tuple[int, int, int, int], Config | None] = {}
+_MEASURED_ROWS = (1, 16, 64, 128, 256)
+
+
+def _key(shape: Shape) -> tuple[int, int, int, int]:
+    rows = next(m for m in _MEASURED_ROWS if shape.rows <= m)
+    return shape.features, shape.inputs, shape.panels, rows
+
+
+def xla_is_faster(shape: Shape) -> bool:
+    """Whether measurements say so; without any the kernel is taken to be faster."""
+    return MEASURED.get(_key(shape), ...) is None
+
+
+@functools.lru_cache
+def choose(shape: Shape) -> Config | None:
+    """The configuration for a product, or None if no configuration fits it."""
+    return MEASURED.get(_key(shape)) or next(iter(candidates(shape)), None)
