@@ -40,6 +40,26 @@ class RopeConfig:
     truncate: bool = True
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Mixture of experts in place of the feed-forward block: softmax over all experts, then the top k.
+
+    Attributes:
+      sparse: one entry a layer, whether it has experts; the others keep the dense block.
+      num_experts, experts_per_token: X and k.
+      intermediate_size: of one expert.
+      renormalise: the k weights of a token are divided by their sum.
+      shared_intermediate_size: of the expert that every token passes, scaled by a sigmoid gate; 0 for none.
+    """
+
+    sparse: tuple[bool, ...]
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    renormalise: bool
+    shared_intermediate_size: int = 0
+
+
 class _ModelConfig:
     """What the configs of checkpoints share: the dtype as jax's, and a JSON round trip."""
 
@@ -55,21 +75,29 @@ class _ModelConfig:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
         """Rebuilds a config. Raises ValueError on a missing or unknown field, naming it."""
-        fields = {f.name: f for f in dataclasses.fields(cls)}
-        unknown = sorted(set(data) - set(fields))
-        required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
-        missing = sorted(required - set(data))
-        if unknown or missing:
-            raise ValueError(f"{cls.__name__}: unknown fields {unknown}, missing fields {missing}")
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-        if isinstance(values.get("rope"), dict):
-            values["rope"] = RopeConfig(**values["rope"])
-        return cls(**values)
+        return _from_json(cls, data)
+
+
+_NESTED = {"rope": RopeConfig, "moe": MoEConfig}
+
+
+def _from_json[Config](cls: type[Config], data: dict[str, Any]) -> Config:
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    unknown = sorted(set(data) - set(fields))
+    required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
+    missing = sorted(required - set(data))
+    if unknown or missing:
+        raise ValueError(f"{cls.__name__}: unknown fields {unknown}, missing fields {missing}")
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+    for name, nested in _NESTED.items():
+        if isinstance(values.get(name), dict):
+            values[name] = _from_json(nested, values[name])
+    return cls(**values)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetConfig(_ModelConfig):
-    """A dense decoder: Llama 3, Qwen2.5 or Qwen3.
+    """A decoder: Llama 3, Qwen2.5 or Qwen3, dense or with a mixture of experts.
 
     Attributes:
       qk_norm: per-head RMSNorm on queries and keys before the rotary embedding (Qwen3).
@@ -79,6 +107,7 @@ class TargetConfig(_ModelConfig):
         (a key is visible iff query position - key position < window).
       max_position: longest context the checkpoint declares, in tokens.
       stop_token_ids: tokens that end a text.
+      moe: the mixture of experts; None where every layer is dense.
       dtype: name of the parameter and activation dtype.
     """
 
@@ -99,7 +128,12 @@ class TargetConfig(_ModelConfig):
     sliding_windows: tuple[int | None, ...]
     max_position: int
     stop_token_ids: tuple[int, ...]
+    moe: MoEConfig | None = None
     dtype: str = "bfloat16"
+
+    def moe_of(self, layer: int) -> MoEConfig | None:
+        """The mixture of experts of a layer; None where its feed-forward block is dense."""
+        return self.moe if self.moe is not None and self.moe.sparse[layer] else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

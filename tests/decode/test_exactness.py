@@ -1,6 +1,7 @@
 """The promise: every method writes, token by token, what autoregressive decoding writes with the same seed."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,15 @@ PROMPTS = [[3, 1, 4, 1, 5], [9] * 19, [2, 7]]
 TEMPERATURES = (0.0, 0.7, 1.0)
 SLOW = pytest.mark.slow
 SEED = (11, 12, 13)
+KINDS = {"dense": {}, "moe": dict(moe=testing.tiny_moe(2))}
+MOE_TOO = pytest.mark.parametrize("pair", ["dense", pytest.param("moe", marks=SLOW)], indirect=True)
 
 
 @pytest.fixture(scope="module")
-def pair():
-    target = testing.tiny_target(seed=0, num_layers=2, sliding_windows=(None, None))
+def pair(request):
+    """A target of the kind that the test names, dense by default, and a drafter for it."""
+    kind = KINDS[getattr(request, "param", "dense")]
+    target = testing.tiny_target(seed=0, num_layers=2, sliding_windows=(None, None), **kind)
     return target, testing.tiny_drafter(target)
 
 
@@ -59,19 +64,15 @@ def check(out, expected):
         assert all(n >= 1 for n in lengths)
 
 
-# Every combination runs in the second stage; the first has the ones that differ most.
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=SLOW), 3])
-@pytest.mark.parametrize(
-    "method,num_nodes",
-    [
-        ("dflash", 2),
-        ("ddtree", 16),
-        pytest.param("ddtree", 2, marks=SLOW),
-        pytest.param("ddtree", 64, marks=SLOW),
-        pytest.param("ddtree", 256, marks=SLOW),
-    ],
-)
+def combinations():
+    """Every combination runs in the second stage; the first has the ones that differ most."""
+    methods = [("dflash", 2), *(("ddtree", nodes) for nodes in (2, 16, 64, 256))]
+    for kind, (method, nodes), batch, temperature in itertools.product(KINDS, methods, (1, 3), TEMPERATURES):
+        fast = batch == 3 and (method, nodes) in (("dflash", 2), ("ddtree", 16)) and (kind == "dense" or temperature)
+        yield pytest.param(kind, method, nodes, batch, temperature, marks=() if fast else SLOW)
+
+
+@pytest.mark.parametrize("pair,method,num_nodes,batch,temperature", list(combinations()), indirect=["pair"])
 def test_real_drafter(pair, reference, method, num_nodes, batch, temperature):
     # Prompt 0 runs to the limit, others meet the stop token: slots finish at different rounds.
     prompts = PROMPTS[:batch]
@@ -84,6 +85,7 @@ def test_the_reference_meets_stops_and_limits(reference):
     assert reasons == {"stop", "length"}
 
 
+@MOE_TOO
 @pytest.mark.parametrize("method,num_nodes", [("autoregressive", 2), ("dflash", 2), ("ddtree", 16)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_capacity_end(pair, reference, method, num_nodes, temperature):
@@ -113,6 +115,7 @@ def scripted_run(target, proposer, scripts, temperature, prompts, seeds=SEED, **
     return tokens, state
 
 
+@MOE_TOO
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize(
     "num_nodes,rank_spread,stops",
