@@ -17,6 +17,11 @@ import numpy as np
 
 from ddtree_jax.tree.choices import Choices
 
+MISSED = -1
+"""In place of a rank: the token is none of the ranks looked at."""
+UNKNOWN = -2
+"""In place of a rank: the text ends before this depth."""
+
 
 def best_static_tree(hits: np.ndarray, num_nodes: int) -> tuple[Choices, float]:
     """The tree of at most `num_nodes` nodes, root included, with the largest expected accepted length.
@@ -64,19 +69,18 @@ def rank_hits(paths: np.ndarray, ranks: int) -> np.ndarray:
     """Frequencies p[d, r] from the ranks that the text's own tokens had in each round's draft.
 
     Args:
-      paths: [rounds, L] int, rank of the text's token at each depth; -1 where it was below the `ranks` looked at, or
-        where the text had ended.
+      paths: [rounds, L] int, rank of the text's token at each depth, `MISSED` or `UNKNOWN`.
       ranks: R.
 
     Returns:
-      [L, R] float64: of the rounds whose tokens were all found down to depth d - 1, the share with rank r at depth d;
-      0 where no round got so far.
+      [L, R] float64: of the rounds whose tokens were all found down to depth d - 1 and whose text goes on, the share
+      with rank r at depth d; 0 where no round got so far.
     """
     depths = paths.shape[1]
     hits = np.zeros((depths, ranks))
     alive = np.ones(len(paths), bool)
     for depth in range(depths):
-        here = paths[alive, depth]
+        here = paths[alive & (paths[:, depth] != UNKNOWN), depth]
         if here.size:
             hits[depth] = np.bincount(here[here >= 0], minlength=ranks)[:ranks] / here.size
         alive &= paths[:, depth] >= 0
@@ -91,11 +95,12 @@ def replayed_length(choices: Iterable[tuple[int, ...]], paths: np.ndarray) -> fl
       paths: [rounds, L] int as for `rank_hits`.
 
     Returns:
-      Mean over rounds; unlike the model's expectation it knows how the depths of a round hang together.
+      Mean over the rounds whose text covers all depths (nan without any); unlike the model's expectation it knows how
+      the depths of a round hang together.
     """
     nodes = frozenset(choices)
     lengths = []
-    for path in paths.tolist():
+    for path in paths[(paths != UNKNOWN).all(axis=1)].tolist():
         length = 1
         while length <= len(path) and tuple(path[:length]) in nodes:
             length += 1

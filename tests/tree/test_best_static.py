@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddtree_jax.tree import best_static_tree, parse_choices, rank_hits, replayed_length
+from ddtree_jax.tree.best_static import MISSED, UNKNOWN
 
 
 @functools.cache
@@ -67,13 +68,13 @@ def test_no_room():
         best_static_tree([[0.5]], 1)
 
 
-PATHS = np.array([[0, 0, 2], [0, 1, -1], [1, 0, 0], [-1, 0, 0], [0, -1, 0]])
+PATHS = np.array([[0, 0, 2], [0, 1, MISSED], [1, 0, 0], [MISSED, 0, 0], [0, MISSED, 0], [2, UNKNOWN, UNKNOWN]])
 
 
 def test_hits_are_given_that_the_path_was_right():
-    # Depth 1: 5 rounds. Depth 2: the 4 that were right so far. Depth 3: 3 of these.
-    np.testing.assert_allclose(rank_hits(PATHS, 3), [[3 / 5, 1 / 5, 0], [2 / 4, 1 / 4, 0], [1 / 3, 0, 1 / 3]])
-    assert rank_hits(np.array([[-1, 0]]), 2).tolist() == [[0, 0], [0, 0]]
+    # Depth 1: 6 rounds. Depth 2: the 5 that were right so far, less the text that ends. Depth 3: 3 of these.
+    np.testing.assert_allclose(rank_hits(PATHS, 3), [[3 / 6, 1 / 6, 1 / 6], [2 / 4, 1 / 4, 0], [1 / 3, 0, 1 / 3]])
+    assert rank_hits(np.array([[MISSED, 0]]), 2).tolist() == [[0, 0], [0, 0]]
 
 
 def test_replayed_length():
