@@ -43,9 +43,8 @@ def main(args: argparse.Namespace) -> int:
     target = load_target(args.target)
     drafter = load_drafter(args.drafter, target)
     sets = runs.read_sets(args.prompts, args.limit)
-    prompts = [
-        q.prompt for name, records in sets.items() for q in runs.questions(name, records, 0, {}, not args.no_chat)
-    ]
+    chat = not args.no_chat
+    prompts = [q.prompt for name, records in sets.items() for q in runs.questions(name, records, 0, {}, chat)]
     base = DecodeConfig(
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed, draft_depth=args.draft_depth,
         prompt_bucket=runs.longest_prompt(target, sets, 1, chat, args.max_new_tokens),

@@ -1,6 +1,7 @@
 """`python -m ddtree_jax static-tree`: what is measured, the file, its use, refusals."""
 
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import ddtree_jax as dt
 from ddtree_jax.__main__ import main
 from ddtree_jax.commands.static_tree import find_tree
 from ddtree_jax.decode.proposers import Chain, DFlashProposer, TextRows
-from ddtree_jax.evaluation.ranks import comb, comb_config, measure_ranks
+from ddtree_jax.evaluation.ranks import comb, comb_config, measure_ranks, ranks_of_text
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
 from ddtree_jax.tree import parse_choices, static_bits
@@ -37,6 +38,7 @@ def test_comb_is_in_level_order():
     assert parse_choices(choices, max_depth=3, max_rank=1, max_nodes=7) == choices
 
 
+@pytest.mark.slow
 def test_ranks_are_those_of_the_drafters_distributions(models):
     """Against the marginals of a drafter that is given each round's context by itself."""
     target, drafter = models
@@ -54,6 +56,28 @@ def test_ranks_are_those_of_the_drafters_distributions(models):
             rank = best[depth].index(token)
             assert path[depth] == (rank if rank < ranks else MISSED)
         assert (path[len(text) - length :] == UNKNOWN).all()
+
+
+def traced(text_length, tokens, walk, length):
+    """A round as `trace` yields it, with nothing but what is looked at."""
+    tree = types.SimpleNamespace(tokens=np.array([tokens]))
+    walk = types.SimpleNamespace(tokens=np.array([walk]), length=np.array([length]))
+    return dt.RoundTrace(tree, None, walk, TEXT[:text_length])
+
+
+TEXT = [9, 4, 5, 6, 7, 8]
+
+
+def test_ranks_of_a_text():
+    # Two depths, two ranks: below the root, the best and second tokens of depth 1, then of depth 2.
+    rounds = [
+        traced(2, [4, 5, 0, 0, 6], [5, 6, 0], 2),  # 5 first, 6 second
+        traced(4, [6, 0, 0, 8, 0], [7, 0, 0], 1),  # 7 missed, 8 first
+        traced(5, [7, 8, 0, 1, 2], [8, 3, 0], 2),  # 8 first; the text ends there
+    ]
+    assert ranks_of_text(rounds, 2, stops=(8,)).tolist() == [[0, 1], [MISSED, 0], [0, UNKNOWN]]
+    assert ranks_of_text(rounds, 2, stops=()).tolist() == [[0, 1], [MISSED, 0], [0, MISSED]]  # 3 follows
+    assert ranks_of_text([], 2, stops=()).size == 0
 
 
 def best_tokens(target, drafter, text, rounds):
