@@ -132,20 +132,26 @@ def scripted_run(target, proposer, scripts, temperature, prompts, **settings):
     return tokens, state
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+LONG_PATHS = {  # with the temperatures of the first stage
+    (Chain(), 0, ()): TEMPERATURES,
+    (Static(PRESETS["eagle-1"]), 1, (60,)): (0.7, 1.0),
+    (Static(PRESETS["medusa-vicuna-7b"]), 2, ()): (),
+    (MostProbable(16), 1, ()): (),
+    (MostProbable(64), 2, (60,)): TEMPERATURES,
+    (MostProbable(256), 3, ()): (),
+}
+
+
 @pytest.mark.parametrize(
-    "shape,rank_spread,stops",
+    "shape,rank_spread,stops,temperature",
     [
-        (Chain(), 0, ()),
-        (Static(PRESETS["eagle-1"]), 1, (60,)),
-        pytest.param(Static(PRESETS["medusa-vicuna-7b"]), 2, (), marks=SLOW),
-        pytest.param(MostProbable(16), 1, (), marks=SLOW),
-        (MostProbable(64), 2, (60,)),
-        pytest.param(MostProbable(256), 3, (), marks=SLOW),
+        pytest.param(*case, temperature, marks=() if temperature in first_stage else SLOW)
+        for case, first_stage in LONG_PATHS.items()
+        for temperature in TEMPERATURES
     ],
     ids=lambda value: type(value).__name__ if dataclasses.is_dataclass(value) else None,
 )
-def test_long_paths(pair, reference, shape, rank_spread, temperature, stops):
+def test_long_paths(pair, reference, shape, rank_spread, stops, temperature):
     target = pair[0]
     settings = dict(max_new_tokens=40, stop_token_ids=stops)
     expected = [tokens for tokens, _ in reference(temperature, **settings)]
