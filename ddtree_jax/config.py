@@ -200,19 +200,54 @@ def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
     return taps
 
 
-METHODS = ("autoregressive", "dflash", "ddtree")
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """What a decoding method takes.
+
+    Attributes:
+      needs_drafter: whether it needs a drafter's checkpoint.
+      has_width: whether `num_nodes` sets the width of its tree.
+      same_as: the method that it is another name of.
+    """
+
+    needs_drafter: bool
+    has_width: bool = False
+    same_as: str | None = None
+
+
+METHODS = {
+    "autoregressive": Method(needs_drafter=False),
+    "lookup": Method(needs_drafter=False),
+    "lookup_tree": Method(needs_drafter=False, has_width=True),
+    "dflash": Method(needs_drafter=True),
+    "best_path": Method(needs_drafter=True, same_as="dflash"),
+    "static_tree": Method(needs_drafter=True),
+    "ddtree": Method(needs_drafter=True, has_width=True),
+}
 MAX_NODES = 512
+
+
+def possible_methods(drafter: DrafterConfig | None) -> list[str]:
+    """The methods that a target can be decoded with, given its drafter; no method under two names."""
+    return [n for n, m in METHODS.items() if m.same_as is None and (drafter is not None or not m.needs_drafter)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """How to decode. The text never depends on `method`, `num_nodes`, `draft_depth`, `batch_size`, `prefill_chunk` or
+    """How to decode. The text never depends on `method` and how it drafts, `batch_size`, `prefill_chunk` or
     `prompt_bucket`.
 
     Attributes:
-      method: "autoregressive", "dflash" (the drafter's most probable chain) or "ddtree" (its N most probable prefixes).
-      num_nodes: N, width of the tree, root included (ddtree only). Widths that fill tiles: 16, 32, 64, 128, 256.
-      draft_depth: L, tokens drafted a round; None takes all that the drafter was trained for.
+      method: "autoregressive"; "lookup" and "lookup_tree" (what followed the last tokens where they occurred before:
+        the first such continuation, or several merged in a tree); of a drafter "dflash" or "best_path" (its most
+        probable chain), "static_tree" (its tokens by rank, in a tree fixed in advance) or "ddtree" (its N most probable
+        prefixes).
+      num_nodes: N, width of the tree, root included (ddtree and lookup_tree). Widths that fill tiles: 16, 32, 64, 128,
+        256.
+      draft_depth: L, tokens drafted a round; None takes all that the drafter was trained for, 15 for a look-up.
+      tree_choices: the static tree: a list of tuples of child ranks such as ((0,), (1,), (0, 0)), its text, or the
+        name of a published tree ("eagle-1", "medusa-vicuna-7b"); None takes "eagle-1" down to the drafter's depth.
+      ngram: longest run of last tokens that a look-up looks for.
       max_new_tokens: new tokens a prompt, the stop token included.
       temperature: 0 for the most probable token, else draws from softmax(logits / temperature).
       seed: of the draws; one for all prompts, or one each. A draw depends on (seed, absolute position) alone.
@@ -227,6 +262,8 @@ class DecodeConfig:
     method: str = "ddtree"
     num_nodes: int = 64
     draft_depth: int | None = None
+    tree_choices: str | tuple[tuple[int, ...], ...] | None = None
+    ngram: int = 3
     max_new_tokens: int = 256
     temperature: float = 0.0
     seed: int | tuple[int, ...] = 0
