@@ -63,6 +63,8 @@ class Config:
       block: inner columns of one step of the ring, a multiple of 64.
       stages: steps in flight.
       limit: thread blocks launched at most; each then takes several tiles.
+      stagger: inner blocks by which each thread block starts further on (and wraps around), so that not all of them
+        read the same columns of the weights, which may lie in few memory channels, at a time; 0 for none.
     """
 
     tile: int
@@ -72,6 +74,7 @@ class Config:
     block: int
     stages: int
     limit: int = _MULTIPROCESSORS
+    stagger: int = 0
 
     def row_tiles(self, shape: Shape) -> int:
         """Tiles of 64 rows that each consumer holds."""
@@ -104,6 +107,7 @@ class Config:
         require("consumers", "1..4, not more than tiles of 64 rows", 1 <= self.consumers <= _row_tiles(shape))
         require("stages", "2 or more", self.stages >= 2)
         require("limit", "cluster or more", self.limit >= self.cluster)
+        require("stagger", "0 or more", self.stagger >= 0)
 
     @property
     def consumer_registers(self) -> int:
