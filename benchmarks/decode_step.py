@@ -9,9 +9,9 @@ Weights are random, at the real shapes, and made on the device; a sequence at a 
 milliseconds in a loop on the device with the context held at one length (`_rounds`). Each part is timed in a loop of
 its own, so parts need not add up to the round: XLA fuses across their borders, or rereads what the cache has kept.
 
-Floor: for the draft and for the verification, the bytes of every weight that it must read (the shared head counts for
-each) and of the keys and values of the context over 4.39 TB/s, or the arithmetic over 790 TFLOP/s, whichever takes
-longer. Tokens per second are a projection: the mean accepted length that the paper published for this target and
+Floor: for draft, verification and commit, the bytes of every weight that each must read (the shared head counts twice)
+and of the keys and values of the context over 4.39 TB/s, or the arithmetic over 790 TFLOP/s, whichever takes longer;
+their sum. Tokens per second are a projection: the mean accepted length that the paper published for this target and
 width, over our time of a round.
 """
 
@@ -63,12 +63,12 @@ class Work:
 def pass_work(config: TargetConfig | DrafterConfig, rows: int, context: int) -> Work:
     """Matrices and attention of one pass of `rows` tokens; a target's head included, its embedding not.
 
-    A drafter's `fc` and the keys and values of committed rows belong to the commit, and are left out.
+    A drafter's `fc` belongs to the commit and is left out.
     """
     c, itemsize = config, config.jax_dtype.itemsize
     matrices = [x.size for x in jax.tree.leaves(abstract_params(c)) if len(x.shape) == 2]
     if isinstance(c, DrafterConfig):
-        outside = len(c.target_layer_ids) * c.target_hidden_size * c.hidden_size
+        outside = _features(c) * c.hidden_size
     else:
         outside = 0 if c.tie_embeddings else c.vocab_size * c.hidden_size
     size = sum(matrices) - outside
@@ -77,9 +77,13 @@ def pass_work(config: TargetConfig | DrafterConfig, rows: int, context: int) -> 
     return Work(size * itemsize + keys_values, 2 * rows * size + attention)
 
 
-def head_work(target: TargetConfig, rows: int) -> Work:
-    size = target.vocab_size * target.hidden_size
-    return Work(size * target.jax_dtype.itemsize, 2 * rows * size)
+def _features(drafter: DrafterConfig) -> int:
+    """Width of the target's features that the drafter takes in."""
+    return len(drafter.target_layer_ids) * drafter.target_hidden_size
+
+
+def matrix_work(config: TargetConfig | DrafterConfig, outputs: int, inputs: int, rows: int) -> Work:
+    return Work(outputs * inputs * config.jax_dtype.itemsize, 2 * rows * outputs * inputs)
 
 
 def round_work(target: TargetConfig, drafter: DrafterConfig, method: str, nodes: int, context: int) -> dict[str, Work]:
@@ -87,8 +91,10 @@ def round_work(target: TargetConfig, drafter: DrafterConfig, method: str, nodes:
     verify = pass_work(target, nodes, context)
     if method == "autoregressive":
         return {"verify": verify}
-    draft = pass_work(drafter, drafter.block_size, context) + head_work(target, drafter.depth)
-    return {"draft": draft, "verify": verify}
+    head = matrix_work(target, target.vocab_size, target.hidden_size, drafter.depth)
+    draft = pass_work(drafter, drafter.block_size, context) + head
+    commit = matrix_work(drafter, drafter.hidden_size, _features(drafter), drafter.depth + 1)
+    return {"draft": draft, "verify": verify, "accept+commit": commit}
 
 
 def variants(methods: list[str], nodes: list[int], depth: int) -> list[tuple[str, int]]:

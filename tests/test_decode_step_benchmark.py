@@ -42,6 +42,7 @@ def test_floor_of_qwen3_8b():
     wide = decode_step.round_work(target, drafter, "ddtree", 256, 1024)
     attention = 4 * 36 * 256 * (1024 + 256) * 32 * 128
     assert wide["verify"].floor_ms == pytest.approx((2 * 256 * 7.57e9 + attention) / 790e9, rel=0.001)
+    assert wide["accept+commit"].bytes == 5 * 4096 * 4096 * 2
     # Five layers of the target's own size, and the head once more.
     layer = 4096 * (6144 + 4096 + 3 * 12288) * 2
     assert wide["draft"].bytes == pytest.approx(5 * layer + 151936 * 4096 * 2 + 5 * 2 * 8 * 1024 * 128 * 2)
