@@ -12,10 +12,9 @@ from ddtree_jax.prepare import inputs
 from pallas_kernels.tree_attention import api as tree_attention_api
 
 
-@pytest.mark.parametrize("method,num_nodes", [("ddtree", 16), pytest.param("ddtree", 64, marks=pytest.mark.slow)])
-def test_lowers_with_the_gpu_kernel(monkeypatch, method, num_nodes):
+def lowered(monkeypatch, method, num_nodes, num_layers) -> str:
     shape = dict(num_heads=6, num_kv_heads=2, head_dim=64, dtype="bfloat16")
-    target = testing.tiny_target(num_layers=1, sliding_windows=(None,), **shape)
+    target = testing.tiny_target(num_layers=num_layers, sliding_windows=(None,) * num_layers, **shape)
     drafter = testing.tiny_drafter(
         target, num_heads=6, num_kv_heads=2, head_dim=64, num_layers=1, causal=(False,), sliding_windows=(None,),
         target_layer_ids=(0,), block_size=4,
@@ -24,7 +23,15 @@ def test_lowers_with_the_gpu_kernel(monkeypatch, method, num_nodes):
     plan = make_plan(config, target.config, drafter.config, [3])
     args = inputs(target, drafter, plan, [[1, 2, 3]], 0, 1.0)
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), args)
-    monkeypatch.setattr(tree_attention_api, "_on_hopper", lambda: True)
-    text = device.run.trace(plan.loop, *args).lower(lowering_platforms=("cuda",)).as_text()
+    with monkeypatch.context() as patch:
+        patch.setattr(tree_attention_api, "_on_hopper", lambda: True)
+        return device.run.trace(plan.loop, *args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("method,num_nodes", [("ddtree", 16), pytest.param("ddtree", 64, marks=pytest.mark.slow)])
+def test_lowers_with_the_gpu_kernel(monkeypatch, method, num_nodes):
+    one = lowered(monkeypatch, method, num_nodes, num_layers=1).count("mosaic_gpu")
     # Prefill chunk, drafter's block and tree: streaming and merging kernels of each.
-    assert text.count("mosaic_gpu") >= 3
+    assert one >= 3
+    # Layers share a lowering: that of one kernel takes seconds, and models have dozens of layers.
+    assert lowered(monkeypatch, method, num_nodes, num_layers=3).count("mosaic_gpu") == one

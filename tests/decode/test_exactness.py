@@ -94,9 +94,9 @@ def test_capacity_end(pair, reference, method, num_nodes, temperature):
     assert out.finish_reasons == ["length"] * 3
 
 
-def scripted_run(target, proposer, scripts, temperature, prompts, **settings):
+def scripted_run(target, proposer, scripts, temperature, prompts, seeds=SEED, **settings):
     """`generate` with a proposer of the test's own."""
-    config = dt.DecodeConfig(method="autoregressive", temperature=temperature, seed=SEED[: len(prompts)], **settings)
+    config = dt.DecodeConfig(method="autoregressive", temperature=temperature, seed=seeds[: len(prompts)], **settings)
     plan = make_plan(config, target.config, None, [len(p) for p in prompts])
     plan = dataclasses.replace(
         plan,
