@@ -89,12 +89,12 @@ class Variant:
 
 
 def variety(shape: Shape, limit: int) -> list[Config]:
-    """The best candidates by the model, three at most of each kind, so that a wrong model does not hide the best."""
+    """The best candidates by the model, two at most of each kind, so that a wrong model does not hide the best."""
     kept, seen = [], {}
     for candidate in config.candidates(shape):
         kind = candidate.splits, candidate.cluster, candidate.block, candidate.consumers
         seen[kind] = seen.get(kind, 0) + 1
-        if seen[kind] <= 3:
+        if seen[kind] <= 2:
             kept.append(candidate)
     kept = kept[:limit]
     return kept + [dataclasses.replace(c, stagger=5) for c in kept[: -(-limit // 4)]]
