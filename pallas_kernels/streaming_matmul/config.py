@@ -126,7 +126,7 @@ def _row_tiles(shape: Shape) -> int:
 
 
 def epilogue_columns(shape: Shape, config: Config) -> int:
-    """Columns of a tile that pass through shared memory at a time: at most 28 KiB of each consumer, rows of 32 bytes."""
+    """Columns of a tile that pass through shared memory at a time: at most 28 KiB a consumer, rows of 32 bytes."""
     size = jnp.dtype(shape.out_dtype if config.splits == 1 else "float32").itemsize
     parts = (n for n in range(1, config.tile) if config.tile * size % (32 * n) == 0)
     return next(config.tile // n for n in parts if ROWS * config.tile // n * size <= 28 * 1024)
