@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ddtree_jax.config import DrafterConfig, RopeConfig, TargetConfig, default_taps
+from ddtree_jax.config import DrafterConfig, MoEConfig, RopeConfig, TargetConfig, default_taps
 from ddtree_jax.models.abstract import abstract_params
 
 
@@ -16,7 +16,7 @@ def _target(architecture: str, layers: int, heads: int, kv_heads: int, head_dim:
     common = dict(rms_norm_eps=1e-6, qkv_bias=False, o_bias=False, max_position=40960, stop_token_ids=(0,))
     return TargetConfig(
         architecture=architecture, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
-        qk_norm=architecture == "qwen3", sliding_windows=(None,) * layers, **common | fields,
+        qk_norm=architecture.startswith("qwen3"), sliding_windows=(None,) * layers, **common | fields,
     )  # fmt: skip
 
 
@@ -34,6 +34,11 @@ TARGETS = {
     ),
     "qwen3-32b": _target(
         "qwen3", 64, 64, 8, 128, hidden_size=5120, intermediate_size=25600, tie_embeddings=False, **_QWEN3
+    ),
+    "qwen3-30b-a3b": _target(
+        "qwen3_moe", 48, 32, 4, 128, hidden_size=2048, intermediate_size=6144, tie_embeddings=False, moe=MoEConfig(
+            sparse=(True,) * 48, num_experts=128, experts_per_token=8, intermediate_size=768, renormalise=True
+        ), **_QWEN3,
     ),
     "llama-3.1-8b": _target(
         "llama", 32, 32, 8, 128, hidden_size=4096, intermediate_size=14336, tie_embeddings=False, vocab_size=128256,

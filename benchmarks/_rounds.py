@@ -89,7 +89,7 @@ class Rounds:
         return jnp.abs(log_probs[:, 0, 0]).astype(jnp.int32) % self._vocab
 
     def _build(self, params, _, log_probs: jax.Array) -> jax.Array:
-        tree = lax.optimization_barrier(self.loop.proposer.tree(log_probs, jnp.zeros((1,), jnp.int32)))
+        tree = lax.optimization_barrier(self.loop.proposer.shape.build(log_probs, jnp.zeros((1,), jnp.int32)))
         # One number changes in place, so that each tree waits for the one before.
         return log_probs.at[0, 0, 0].set(jnp.sum(tree.log_prob[:, :2]) + tree.tokens[0, -1].astype(jnp.float32) * 1e-9)
 
@@ -134,7 +134,7 @@ class Rounds:
         root = jnp.zeros((1,), jnp.int32)
         if isinstance(self.loop.proposer, NoDraft):
             return self.loop.proposer.propose(None, None, None, root)
-        return jax.jit(self.loop.proposer.tree)(self._log_probs(), root)
+        return jax.jit(self.loop.proposer.shape.build)(self._log_probs(), root)
 
     def _draws(self) -> jax.Array:
         return jnp.zeros(self._tree().tokens.shape, jnp.int32)

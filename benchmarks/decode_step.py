@@ -30,12 +30,14 @@ import jax
 from benchmarks import _timing
 from benchmarks._models import TARGETS, dflash_config, random_params
 from benchmarks._rounds import Rounds, compile_part, time_part
-from ddtree_jax.config import METHODS, DecodeConfig, DrafterConfig, TargetConfig, default_taps
+from ddtree_jax.config import DecodeConfig, DrafterConfig, TargetConfig, default_taps
 from ddtree_jax.decode.loop import DecodeLoop
 from ddtree_jax.decode.plan import make_proposer
 from ddtree_jax.models import layers
 from ddtree_jax.models.abstract import abstract_params
 from ddtree_jax.models.decoder import Decoder
+
+METHODS = ("autoregressive", "dflash", "ddtree")
 
 # Mean tokens a round on MATH-500 at temperature 0, arXiv 2604.12989: the chain from its Table 1, trees read off its
 # figure of the budget (Qwen3-8B only). A budget of B counts nodes below the root; our N counts the root.

@@ -6,7 +6,7 @@ from pathlib import Path
 from convert.errors import mismatch
 from convert.fields import Fields
 from convert.rope_config import rope_config
-from ddtree_jax.config import TargetConfig
+from ddtree_jax.config import MoEConfig, TargetConfig
 
 DTYPES = ("bfloat16", "float32", "float16")
 LAYER_KINDS = ("full_attention", "sliding_attention")
@@ -22,6 +22,7 @@ class _Architecture:
       qkv_bias, o_bias: fixed, or None where `attention_bias` decides.
       head_dim: default where the config has none; None means hidden_size / num_attention_heads.
       windows: whether layers may have sliding windows.
+      experts: layers may have a mixture of experts.
     """
 
     class_name: str
@@ -30,13 +31,18 @@ class _Architecture:
     o_bias: bool | None = None
     head_dim: int | None = None
     windows: bool = True
+    experts: bool = False
 
 
 ARCHITECTURES = {
     "llama": _Architecture("LlamaForCausalLM", windows=False),
     "qwen2": _Architecture("Qwen2ForCausalLM", qkv_bias=True, o_bias=False),
     "qwen3": _Architecture("Qwen3ForCausalLM", qk_norm=True, head_dim=128),
+    # Its class takes hidden_size / num_attention_heads where the config names no head_dim.
+    "qwen3_moe": _Architecture("Qwen3MoeForCausalLM", qk_norm=True, windows=False, experts=True),
 }
+# Known by name, so that the refusal says what is missing.
+PLANNED = {"qwen3_5_moe": "its linear-attention layers", "qwen3_5_moe_text": "its linear-attention layers"}
 
 
 def target_config(folder: Path, dtype: str | None = None) -> TargetConfig:
@@ -50,6 +56,13 @@ def target_config(folder: Path, dtype: str | None = None) -> TargetConfig:
       ConversionError: an architecture, activation, rope kind or quantisation that is not supported, or a bad value.
     """
     config = Fields.read(folder / "config.json")
+    if missing := PLANNED.get(config.data.get("model_type")):
+        name = config.data["model_type"]
+        raise config.error(
+            "model_type",
+            expected=" or ".join(map(repr, ARCHITECTURES)),
+            found=f"{name!r} ({missing} are not supported yet)",
+        )
     name = config.only("model_type", tuple(ARCHITECTURES), None)
     architecture = ARCHITECTURES[name]
     classes = config.data.get("architectures")
@@ -60,11 +73,14 @@ def target_config(folder: Path, dtype: str | None = None) -> TargetConfig:
     bias = config.flag("attention_bias", False)
     layers = config.integer("num_hidden_layers")
     heads, kv_heads = head_counts(config, default_to_heads=name == "llama")
+    windows = (None,) * layers
     if architecture.windows:
         windows = sliding_windows(config, layers)
+    elif architecture.experts:
+        # Its class would let every layer slide, whatever `max_window_layers` says; no published checkpoint does.
+        config.only("use_sliding_window", (False,), False)
     else:
         config.only("sliding_window", (None,), None)
-        windows = (None,) * layers
     return TargetConfig(
         architecture=name,
         vocab_size=config.integer("vocab_size"),
@@ -83,6 +99,7 @@ def target_config(folder: Path, dtype: str | None = None) -> TargetConfig:
         sliding_windows=windows,
         max_position=config.integer("max_position_embeddings"),
         stop_token_ids=stop_token_ids(folder, config),
+        moe=mixture_of_experts(config, layers) if architecture.experts else None,
         dtype=dtype or stored_dtype(config),
     )
 
@@ -139,6 +156,34 @@ def sliding_windows(config: Fields, layers: int) -> tuple[int | None, ...]:
         return (None,) * layers
     window, first = config.integer("sliding_window"), config.integer("max_window_layers", 28, least=0)
     return tuple(window if i >= first else None for i in range(layers))
+
+
+def mixture_of_experts(config: Fields, layers: int) -> MoEConfig | None:
+    """The experts of Qwen3-MoE; None where no layer has any.
+
+    A layer is sparse if `mlp_only_layers` does not list it and its one-based number is a multiple of
+    `decoder_sparse_step`.
+    """
+    step = config.integer("decoder_sparse_step", 1)
+    dense = config.integers("mlp_only_layers", ())
+    for layer in dense:
+        if not 0 <= layer < layers:
+            raise config.error("mlp_only_layers", expected=f"layers in 0..{layers - 1}", found=layer)
+    sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
+    if not any(sparse):
+        return None
+    # Later writers of the format say num_local_experts.
+    key = "num_experts" if "num_experts" in config else "num_local_experts"
+    experts, chosen = config.integer(key), config.integer("num_experts_per_tok")
+    if chosen > experts:
+        raise config.error("num_experts_per_tok", expected=f"at most the {experts} experts", found=chosen)
+    return MoEConfig(
+        sparse=sparse,
+        num_experts=experts,
+        experts_per_token=chosen,
+        intermediate_size=config.integer("moe_intermediate_size"),
+        renormalise=config.flag("norm_topk_prob", False),
+    )
 
 
 def stop_token_ids(folder: Path, config: Fields) -> tuple[int, ...]:

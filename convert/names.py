@@ -1,6 +1,7 @@
 """Which source tensors make up which parameter: one table per architecture, in Hugging Face names.
 
-A parameter is the concatenation, along rows, of its source tensors. The tables say everything that a checkpoint must
+A parameter is the concatenation, along rows, of its source tensors; the matrices of a mixture of experts are then cut
+into one an expert. The tables say everything that a checkpoint must
 hold, so a tensor that is missing or left over shows before the first byte is read.
 """
 
@@ -9,7 +10,7 @@ import math
 from collections.abc import Iterator
 
 from convert.hf_config import ARCHITECTURES
-from ddtree_jax.config import DrafterConfig, TargetConfig
+from ddtree_jax.config import DrafterConfig, MoEConfig, TargetConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,14 +20,22 @@ class Parameter:
     Attributes:
       path: "layers_0/self_attn/qkv_proj/weight".
       sources: (tensor name, shape) in order of rows.
+      stack: how many matrices of equally many rows the parameter is cut into, along a new first axis; 0 for none.
     """
 
     path: str
     sources: tuple[tuple[str, tuple[int, ...]], ...]
+    stack: int = 0
+
+    @property
+    def rows_shape(self) -> tuple[int, ...]:
+        """Shape of the concatenation."""
+        return (sum(shape[0] for _, shape in self.sources), *self.sources[0][1][1:])
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (sum(shape[0] for _, shape in self.sources), *self.sources[0][1][1:])
+        rows, *rest = self.rows_shape
+        return (self.stack, rows // self.stack, *rest) if self.stack else self.rows_shape
 
     @property
     def size(self) -> int:
@@ -66,12 +75,27 @@ def _projections(path: str, prefix: str, names: dict[str, int], columns: int, bi
 
 def _mlp(to: str, source: str, hidden: int, intermediate: int) -> Iterator[Parameter]:
     gate_up = {"gate_proj": intermediate, "up_proj": intermediate}
-    yield from _projections(f"{to}/mlp/gate_up_proj", f"{source}.mlp", gate_up, hidden, False)
-    yield _one(f"{to}/mlp/down_proj/weight", f"{source}.mlp.down_proj.weight", hidden, intermediate)
+    yield from _projections(f"{to}/gate_up_proj", source, gate_up, hidden, False)
+    yield _one(f"{to}/down_proj/weight", f"{source}.down_proj.weight", hidden, intermediate)
+
+
+def _experts(to: str, source: str, hidden: int, moe: MoEConfig) -> Iterator[Parameter]:
+    """Router, experts and shared expert; of each expert its gate rows, then its up rows."""
+    count, size = moe.num_experts, moe.intermediate_size
+    yield _one(f"{to}/gate/weight", f"{source}.gate.weight", count, hidden)
+
+    def stacked(names: tuple[str, ...], *shape: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        return tuple((f"{source}.experts.{j}.{name}.weight", shape) for j in range(count) for name in names)
+
+    yield Parameter(f"{to}/gate_up_proj/weight", stacked(("gate_proj", "up_proj"), size, hidden), count)
+    yield Parameter(f"{to}/down_proj/weight", stacked(("down_proj",), hidden, size), count)
+    if moe.shared_intermediate_size:
+        yield from _mlp(f"{to}/shared_expert", f"{source}.shared_expert", hidden, moe.shared_intermediate_size)
+        yield _one(f"{to}/shared_expert_gate/weight", f"{source}.shared_expert_gate.weight", 1, hidden)
 
 
 def _target(c: TargetConfig) -> Iterator[Parameter]:
-    """Llama, Qwen2 and Qwen3 share their names; the config says which norms and biases there are."""
+    """Llama, Qwen2, Qwen3 and Qwen3-MoE share their names; the config says which norms, biases, experts there are."""
     hidden = c.hidden_size
     query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     yield _one("embed/weight", "model.embed_tokens.weight", c.vocab_size, hidden)
@@ -86,7 +110,9 @@ def _target(c: TargetConfig) -> Iterator[Parameter]:
             yield _one(f"{attention}/k_norm/weight", f"{heads}.k_norm.weight", c.head_dim)
         yield from _projections(f"{attention}/o_proj", heads, {"o_proj": hidden}, query, c.o_bias)
         yield _one(f"{to}/post_attention_layernorm/weight", f"{source}.post_attention_layernorm.weight", hidden)
-        yield from _mlp(to, source, hidden, c.intermediate_size)
+        moe = c.moe_of(i)
+        to, source = f"{to}/mlp", f"{source}.mlp"
+        yield from _experts(to, source, hidden, moe) if moe else _mlp(to, source, hidden, c.intermediate_size)
     yield _one("norm/weight", "model.norm.weight", hidden)
     if not c.tie_embeddings:
         yield _one("lm_head/weight", "lm_head.weight", c.vocab_size, hidden)
@@ -108,7 +134,7 @@ def _drafter(c: DrafterConfig) -> Iterator[Parameter]:
         yield _one(f"{attention}/k_norm/weight", f"{heads}.k_norm.weight", c.head_dim)
         yield from _projections(f"{attention}/o_proj", heads, {"o_proj": hidden}, query, bias)
         yield _one(f"{to}/post_attention_layernorm/weight", f"{source}.post_attention_layernorm.weight", hidden)
-        yield from _mlp(to, source, hidden, c.intermediate_size)
+        yield from _mlp(f"{to}/mlp", f"{source}.mlp", hidden, c.intermediate_size)
     yield _one("norm/weight", "norm.weight", hidden)
 
 

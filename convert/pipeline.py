@@ -79,12 +79,12 @@ def read_parameter(source: TensorSource, parameter: Parameter, dtype: np.dtype) 
 
     Raises ConversionError naming a tensor that holds NaN or infinity, or that `dtype` cannot hold.
     """
-    result = np.empty(parameter.shape, dtype)
+    result = np.empty(parameter.rows_shape, dtype)
     row = 0
     for name, shape in parameter.sources:
         _cast_into(result[row : row + shape[0]], source.read(name), name, source.tensors[name].file)
         row += shape[0]
-    return result
+    return result.reshape(parameter.shape)
 
 
 def _cast_into(out: np.ndarray, tensor: np.ndarray, name: str, file: Path) -> None:

@@ -12,7 +12,7 @@ from convert.hf_config import DTYPES, target_config
 from convert.locate import locate
 from convert.pipeline import check_names, write_checkpoint
 from convert.safetensors_source import SafetensorsSource
-from convert.source import Renamed
+from convert.source import Renamed, SplitExperts
 from ddtree_jax.checkpoint import check_free, load_config
 from ddtree_jax.config import DrafterConfig, TargetConfig
 from ddtree_jax.tokenizer import Tokenizer
@@ -54,6 +54,8 @@ def convert_target(
     else:
         config = target_config(path, dtype)
         source = SafetensorsSource(path)
+        if config.moe is not None:
+            source = SplitExperts(source)
         files = {name: path / name for name in TOKENIZER_FILES if (path / name).is_file()}
     check_names(source, config, file=path)
     _check_tokenizer(path, files, config)

@@ -1,7 +1,8 @@
 """What the pipeline needs of a place that holds tensors."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -50,3 +51,49 @@ class Renamed:
 
     def read(self, name: str) -> np.ndarray:
         return self._source.read(self._names[name])
+
+
+class SplitExperts:
+    """A source that stores the experts of a layer as one tensor, under a name for each expert.
+
+    `mlp.experts.gate_up_proj` [X, 2F, E] holds gate rows, then up rows of every expert, `mlp.experts.down_proj`
+    [X, E, F] the rest: the layout in memory of transformers, in which some checkpoints are saved. Tensors of other
+    shapes keep their names, for the check of names to refuse.
+    """
+
+    _FUSED = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<kind>gate_up|down)_proj(\.weight)?")
+
+    def __init__(self, source: TensorSource):
+        self._source = source
+        self._pieces: dict[str, tuple[str, int, slice]] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        for stored, info in source.tensors.items():
+            pieces = list(self._cut(stored, info.shape))
+            if not pieces:
+                self._add(stored, info)
+            for name, expert, rows in pieces:
+                self._add(name, TensorInfo(info.file, (rows.stop - rows.start, info.shape[2]), info.dtype))
+                self._pieces[name] = stored, expert, rows
+
+    def read(self, name: str) -> np.ndarray:
+        if name not in self._pieces:
+            return self._source.read(name)
+        stored, expert, rows = self._pieces[name]
+        return self._source.read(stored)[expert, rows]
+
+    def _cut(self, stored: str, shape: tuple[int, ...]) -> Iterator[tuple[str, int, slice]]:
+        """(name, expert, rows) of each projection in a fused tensor; nothing for other tensors."""
+        match = self._FUSED.fullmatch(stored)
+        if match is None or len(shape) != 3:
+            return
+        rows = {"down": slice(0, shape[1])}
+        if match["kind"] == "gate_up":
+            rows = {"gate": slice(0, shape[1] // 2), "up": slice(shape[1] // 2, shape[1])}
+        for expert in range(shape[0]):
+            for part, part_rows in rows.items():
+                yield f"{match['experts']}.{expert}.{part}_proj.weight", expert, part_rows
+
+    def _add(self, name: str, info: TensorInfo) -> None:
+        if name in self.tensors:
+            raise mismatch(info.file, name, expected="one tensor", found="it alone and in a tensor of all experts")
+        self.tensors[name] = info

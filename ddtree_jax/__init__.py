@@ -1,7 +1,7 @@
 """Exact speculative decoding with draft trees in JAX and Pallas."""
 
 from ddtree_jax.api import Generation, compile_ahead, generate
-from ddtree_jax.config import DecodeConfig, DrafterConfig, RopeConfig, TargetConfig
+from ddtree_jax.config import DecodeConfig, DrafterConfig, MoEConfig, RopeConfig, TargetConfig
 from ddtree_jax.loading import Drafter, Target, load_drafter, load_target
 from ddtree_jax.stepwise import RoundTrace, stream, stream_tokens, trace
 from ddtree_jax.tree import DraftTree, accept, build_tree, chain_tree
@@ -14,6 +14,7 @@ __all__ = [
     "Drafter",
     "DrafterConfig",
     "Generation",
+    "MoEConfig",
     "RopeConfig",
     "RoundTrace",
     "Target",

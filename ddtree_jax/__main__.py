@@ -5,13 +5,14 @@ import sys
 from collections.abc import Sequence
 
 from ddtree_jax import __version__
-from ddtree_jax.commands import evaluate, generate, prompts
+from ddtree_jax.commands import evaluate, generate, prompts, static_tree
 from ddtree_jax.train import cli as train
 
 COMMANDS = {
     "generate": (generate, "decode prompts"),
     "evaluate": (evaluate, "compare methods and widths on prompt files"),
     "prompts": (prompts, "let the target write prompts to train on"),
+    "static-tree": (static_tree, "find the best static tree for a drafter"),
     "train": (train, "train a DFlash drafter for a target"),
 }
 

@@ -40,6 +40,26 @@ class RopeConfig:
     truncate: bool = True
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Mixture of experts in place of the feed-forward block: softmax over all experts, then the top k.
+
+    Attributes:
+      sparse: one entry a layer, whether it has experts; the others keep the dense block.
+      num_experts, experts_per_token: X and k.
+      intermediate_size: of one expert.
+      renormalise: the k weights of a token are divided by their sum.
+      shared_intermediate_size: of the expert that every token passes, scaled by a sigmoid gate; 0 for none.
+    """
+
+    sparse: tuple[bool, ...]
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    renormalise: bool
+    shared_intermediate_size: int = 0
+
+
 class _ModelConfig:
     """What the configs of checkpoints share: the dtype as jax's, and a JSON round trip."""
 
@@ -55,21 +75,29 @@ class _ModelConfig:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
         """Rebuilds a config. Raises ValueError on a missing or unknown field, naming it."""
-        fields = {f.name: f for f in dataclasses.fields(cls)}
-        unknown = sorted(set(data) - set(fields))
-        required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
-        missing = sorted(required - set(data))
-        if unknown or missing:
-            raise ValueError(f"{cls.__name__}: unknown fields {unknown}, missing fields {missing}")
-        values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-        if isinstance(values.get("rope"), dict):
-            values["rope"] = RopeConfig(**values["rope"])
-        return cls(**values)
+        return _from_json(cls, data)
+
+
+_NESTED = {"rope": RopeConfig, "moe": MoEConfig}
+
+
+def _from_json[Config](cls: type[Config], data: dict[str, Any]) -> Config:
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    unknown = sorted(set(data) - set(fields))
+    required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
+    missing = sorted(required - set(data))
+    if unknown or missing:
+        raise ValueError(f"{cls.__name__}: unknown fields {unknown}, missing fields {missing}")
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+    for name, nested in _NESTED.items():
+        if isinstance(values.get(name), dict):
+            values[name] = _from_json(nested, values[name])
+    return cls(**values)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetConfig(_ModelConfig):
-    """A dense decoder: Llama 3, Qwen2.5 or Qwen3.
+    """A decoder: Llama 3, Qwen2.5 or Qwen3, dense or with a mixture of experts.
 
     Attributes:
       qk_norm: per-head RMSNorm on queries and keys before the rotary embedding (Qwen3).
@@ -79,6 +107,7 @@ class TargetConfig(_ModelConfig):
         (a key is visible iff query position - key position < window).
       max_position: longest context the checkpoint declares, in tokens.
       stop_token_ids: tokens that end a text.
+      moe: the mixture of experts; None where every layer is dense.
       dtype: name of the parameter and activation dtype.
     """
 
@@ -99,7 +128,12 @@ class TargetConfig(_ModelConfig):
     sliding_windows: tuple[int | None, ...]
     max_position: int
     stop_token_ids: tuple[int, ...]
+    moe: MoEConfig | None = None
     dtype: str = "bfloat16"
+
+    def moe_of(self, layer: int) -> MoEConfig | None:
+        """The mixture of experts of a layer; None where its feed-forward block is dense."""
+        return self.moe if self.moe is not None and self.moe.sparse[layer] else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,19 +200,54 @@ def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
     return taps
 
 
-METHODS = ("autoregressive", "dflash", "ddtree")
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """What a decoding method takes.
+
+    Attributes:
+      needs_drafter: whether it needs a drafter's checkpoint.
+      has_width: whether `num_nodes` sets the width of its tree.
+      same_as: the method that it is another name of.
+    """
+
+    needs_drafter: bool
+    has_width: bool = False
+    same_as: str | None = None
+
+
+METHODS = {
+    "autoregressive": Method(needs_drafter=False),
+    "lookup": Method(needs_drafter=False),
+    "lookup_tree": Method(needs_drafter=False, has_width=True),
+    "dflash": Method(needs_drafter=True),
+    "best_path": Method(needs_drafter=True, same_as="dflash"),
+    "static_tree": Method(needs_drafter=True),
+    "ddtree": Method(needs_drafter=True, has_width=True),
+}
 MAX_NODES = 512
+
+
+def possible_methods(drafter: DrafterConfig | None) -> list[str]:
+    """The methods that a target can be decoded with, given its drafter; no method under two names."""
+    return [n for n, m in METHODS.items() if m.same_as is None and (drafter is not None or not m.needs_drafter)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
-    """How to decode. The text never depends on `method`, `num_nodes`, `draft_depth`, `batch_size`, `prefill_chunk` or
+    """How to decode. The text never depends on `method` and how it drafts, `batch_size`, `prefill_chunk` or
     `prompt_bucket`.
 
     Attributes:
-      method: "autoregressive", "dflash" (the drafter's most probable chain) or "ddtree" (its N most probable prefixes).
-      num_nodes: N, width of the tree, root included (ddtree only). Widths that fill tiles: 16, 32, 64, 128, 256.
-      draft_depth: L, tokens drafted a round; None takes all that the drafter was trained for.
+      method: "autoregressive"; "lookup" and "lookup_tree" (what followed the last tokens where they occurred before:
+        the first such continuation, or several merged in a tree); of a drafter "dflash" or "best_path" (its most
+        probable chain), "static_tree" (its tokens by rank, in a tree fixed in advance) or "ddtree" (its N most probable
+        prefixes).
+      num_nodes: N, width of the tree, root included (ddtree and lookup_tree). Widths that fill tiles: 16, 32, 64, 128,
+        256.
+      draft_depth: L, tokens drafted a round; None takes all that the drafter was trained for, 15 for a look-up.
+      tree_choices: the static tree: a list of tuples of child ranks such as ((0,), (1,), (0, 0)), its text, or the
+        name of a published tree ("eagle-1", "medusa-vicuna-7b"); None takes "eagle-1" down to the drafter's depth.
+      ngram: longest run of last tokens that a look-up looks for.
       max_new_tokens: new tokens a prompt, the stop token included.
       temperature: 0 for the most probable token, else draws from softmax(logits / temperature).
       seed: of the draws; one for all prompts, or one each. A draw depends on (seed, absolute position) alone.
@@ -193,6 +262,8 @@ class DecodeConfig:
     method: str = "ddtree"
     num_nodes: int = 64
     draft_depth: int | None = None
+    tree_choices: str | tuple[tuple[int, ...], ...] | None = None
+    ngram: int = 3
     max_new_tokens: int = 256
     temperature: float = 0.0
     seed: int | tuple[int, ...] = 0

@@ -59,7 +59,6 @@ def inputs(target: Target, drafter: Drafter | None, plan: Plan, encoded, first: 
         stop_tokens=stops,
         temperature=np.float32(temperature),
     )
-    uses_drafter = bool(plan.loop.proposer.taps)
-    params = {"target": target.params, "drafter": drafter.params if uses_drafter else None}
+    params = {"target": target.params, "drafter": drafter.params if plan.loop.proposer.uses_drafter else None}
     state = empty_state(plan.loop, plan.batch, plan.cache_rows, plan.output_rows)
     return params, *jax.device_put((request, prompt, lengths)), state

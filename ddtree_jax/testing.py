@@ -17,7 +17,7 @@ import tokenizers.decoders
 import tokenizers.models
 import tokenizers.pre_tokenizers
 
-from ddtree_jax.config import DrafterConfig, RopeConfig, TargetConfig, default_taps
+from ddtree_jax.config import DrafterConfig, MoEConfig, RopeConfig, TargetConfig, default_taps
 from ddtree_jax.loading import Drafter, Target
 from ddtree_jax.models.abstract import init_params
 
@@ -33,6 +33,15 @@ def tiny_target_config(**overrides) -> TargetConfig:
     return TargetConfig(**values | overrides)
 
 
+def tiny_moe(layers: int = 3, **overrides) -> MoEConfig:
+    """Top 2 of 16 experts in every layer but the first, and a shared expert; a pass of few tokens touches some only."""
+    values = dict(
+        sparse=(False, *(True,) * (layers - 1)), num_experts=16, experts_per_token=2, intermediate_size=12,
+        renormalise=True, shared_intermediate_size=20,
+    )  # fmt: skip
+    return MoEConfig(**values | overrides)
+
+
 def tiny_drafter_config(target: TargetConfig, **overrides) -> DrafterConfig:
     """A DFlash drafter of 2 layers and 8 slots for `target`: one causal sliding layer, one full bidirectional."""
     values = dict(
@@ -45,10 +54,16 @@ def tiny_drafter_config(target: TargetConfig, **overrides) -> DrafterConfig:
     return DrafterConfig(**values | overrides)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _init(config: TargetConfig | DrafterConfig, seed: int):
+    """`init_params` as one program, which leaves out the pass that the parameters do not need."""
+    return init_params(config, jax.random.key(seed))
+
+
 def tiny_target(seed: int = 0, *, scale: float = 4.0, **overrides) -> Target:
     """A random target. `scale` multiplies the head, so that draws are neither uniform nor certain."""
     config = tiny_target_config(**overrides)
-    params = init_params(config, jax.random.key(seed))
+    params = _init(config, seed)
     head = "embed" if config.tie_embeddings else "lm_head"
     params = {**params, head: {"weight": params[head]["weight"] * jnp.asarray(scale, config.jax_dtype)}}
     return Target(config, params)
@@ -57,7 +72,7 @@ def tiny_target(seed: int = 0, *, scale: float = 4.0, **overrides) -> Target:
 def tiny_drafter(target: Target, seed: int = 1, **overrides) -> Drafter:
     """A random drafter for `target`."""
     config = tiny_drafter_config(target.config, **overrides)
-    return Drafter(config, init_params(config, jax.random.key(seed)))
+    return Drafter(config, _init(config, seed))
 
 
 def random_dflash(
@@ -74,7 +89,7 @@ def random_dflash(
         target_vocab_size=t.vocab_size, causal=(False,) * num_layers, sliding_windows=(None,) * num_layers,
         dtype=t.dtype,
     )  # fmt: skip
-    return Drafter(config, jax.jit(functools.partial(init_params, config))(jax.random.key(seed)))
+    return Drafter(config, _init(config, seed))
 
 
 def with_dtype(target: Target, dtype: str) -> Target:
@@ -104,8 +119,10 @@ def tiny_tokenizer_files() -> dict[str, bytes]:
 
 
 def write_hf_target(target: Target, folder: str | Path) -> None:
-    """Writes a tiny Qwen3-shaped target as a Hugging Face folder with the tiny tokenizer: something to convert."""
+    """Writes a dense Qwen3-shaped target as a Hugging Face folder with the tiny tokenizer: something to convert."""
     c, folder = target.config, Path(folder)
+    if c.moe is not None:
+        raise ValueError("expected a dense target, found a mixture of experts")
     folder.mkdir(parents=True, exist_ok=True)
     query, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
     tensors = {"model.embed_tokens.weight": target.params["embed"]["weight"]}

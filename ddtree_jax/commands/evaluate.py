@@ -11,11 +11,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ddtree_jax.api import compile_ahead
-from ddtree_jax.config import METHODS, DecodeConfig
+from ddtree_jax.commands.options import add_drafting, parse_widths, read_trees
+from ddtree_jax.config import DecodeConfig, possible_methods
 from ddtree_jax.decode.plan import make_plan
 from ddtree_jax.evaluation import runs
 from ddtree_jax.evaluation.plots import plot_all
-from ddtree_jax.evaluation.summary import COLUMNS, cells, markdown, summarise
+from ddtree_jax.evaluation.summary import COLUMNS, best_widths, cells, markdown, summarise
+from ddtree_jax.evaluation.variants import variants
 from ddtree_jax.loading import load_drafter, load_target
 
 
@@ -24,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--target", required=True, help="checkpoint of the target")
     add("--drafter", help="checkpoint of its drafter")
     add("--prompts", required=True, nargs="+", metavar="FILE.jsonl", help='lines {"id": ..., "turns": [...]}')
-    add("--methods", default=",".join(METHODS), help="comma-separated; the first is the baseline of the speed-up")
-    add("--num-nodes", default="16,32,64,128", help="comma-separated widths of the trees, root included")
+    add("--methods", help="comma-separated, the first is the baseline of the speed-up; default: all that are possible")
+    add_drafting(parser, widths="16,32,64,128")
     add("--out", required=True, metavar="FOLDER", help="gets records.jsonl, summary.json, summary.md and plots")
     add("--limit", type=int, help="only the first prompts of each file")
     add("--turns", type=int, default=1, help="turns of a conversation at most")
@@ -41,8 +43,6 @@ def main(args: argparse.Namespace) -> int:
     for name in ("limit", "turns"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name} must be 1 or more; found {getattr(args, name)}")
-    methods = args.methods.split(",")
-    todo = runs.variants(methods, _widths(args.num_nodes))
     target = load_target(args.target)
     drafter = load_drafter(args.drafter, target) if args.drafter else None
     sets = runs.read_sets(args.prompts, args.limit)
@@ -50,8 +50,10 @@ def main(args: argparse.Namespace) -> int:
     longest = runs.longest_prompt(target, sets, args.turns, chat, args.max_new_tokens)
     base = DecodeConfig(
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed, batch_size=args.batch_size,
-        prompt_bucket=longest,
+        prompt_bucket=longest, draft_depth=args.draft_depth, ngram=args.ngram,
     )  # fmt: skip
+    methods = args.methods.split(",") if args.methods else possible_methods(drafter.config if drafter else None)
+    todo = variants(methods, parse_widths(args.num_nodes), read_trees(args.tree_choices), base, target, drafter)
     for variant in todo:  # refuse what cannot run before anything is written or compiled
         make_plan(variant.config(base), target.config, drafter.config if drafter else None, [longest])
     results = runs.Results(args.out, _settings(args, target))
@@ -73,15 +75,16 @@ def main(args: argparse.Namespace) -> int:
             target, drafter, sets, todo, base, results, turns=args.turns, chat=chat,
             progress=lambda done: bar.advance(task, done),
         )  # fmt: skip
-    report(results.records, todo[0].name, Path(args.out))
+    report(results.records, todo[0].name, Path(args.out), best_width=args.best_width)
     return 0
 
 
-def report(records: list[dict], baseline: str, folder: Path) -> None:
-    """Writes and prints the summary."""
+def report(records: list[dict], baseline: str, folder: Path, *, best_width: bool) -> None:
+    """Writes and prints the summary; tables with each method at its best width only if asked."""
     rows = summarise(records, baseline)
+    shown = best_widths(rows) if best_width else rows
     (folder / "summary.json").write_text(json.dumps(rows, indent=1))
-    (folder / "summary.md").write_text(markdown(rows))
+    (folder / "summary.md").write_text(markdown(shown))
     try:
         plot_all(rows, folder)
     except ImportError as error:
@@ -89,20 +92,15 @@ def report(records: list[dict], baseline: str, folder: Path) -> None:
     table = Table(title=jax.devices()[0].device_kind)
     for name in COLUMNS:
         table.add_column(name, justify="left" if name in ("set", "variant") else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*cells(row), end_section=row is rows[-1])
+    for row in shown:
+        table.add_row(*cells(row), end_section=row is shown[-1])
     Console(width=max(110, Console().width)).print(table)
 
 
-def _widths(text: str) -> list[int]:
-    try:
-        return [int(n) for n in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--num-nodes must be comma-separated integers; found {text!r}") from None
-
-
 def _settings(args: argparse.Namespace, target) -> dict:
-    """What must agree for two runs to share a folder. Methods, widths, files and limits may grow."""
+    """What must agree for two runs to share a folder. Methods, widths, trees, files and limits may grow."""
     names = ("target", "drafter", "turns", "max_new_tokens", "temperature", "seed", "batch_size", "no_chat")
-    device = jax.devices()[0].device_kind
-    return {name: getattr(args, name) for name in names} | {"device": device, "dtype": target.config.dtype}
+    drafting = {name: value for name in ("draft_depth", "ngram")
+                if (value := getattr(args, name)) != getattr(DecodeConfig, name)}  # fmt: skip
+    device = {"device": jax.devices()[0].device_kind, "dtype": target.config.dtype}
+    return {name: getattr(args, name) for name in names} | drafting | device

@@ -12,7 +12,9 @@ from rich.table import Table
 
 from ddtree_jax.api import Generation
 from ddtree_jax.api import generate as run
-from ddtree_jax.config import METHODS, DecodeConfig
+from ddtree_jax.commands.options import add_drafting, parse_widths, read_trees
+from ddtree_jax.config import METHODS, DecodeConfig, possible_methods
+from ddtree_jax.evaluation.variants import Variant, variants
 from ddtree_jax.loading import Drafter, Target, load_drafter, load_target
 from ddtree_jax.prepare import prepare
 from ddtree_jax.prompts import Prompt, read_prompt_file
@@ -22,9 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", required=True, help="checkpoint of the target (python -m convert target)")
     add("--drafter", help="checkpoint of its drafter (python -m convert drafter)")
-    add("--method", default="ddtree", choices=[*METHODS, "all"], help='"all" prints the methods side by side')
-    add("--num-nodes", type=int, default=64, help="tree width, root included (ddtree)")
-    add("--draft-depth", type=int, help="tokens drafted a round; default: all that the drafter was trained for")
+    add("--method", default="ddtree", choices=[*METHODS, "all"], help='"all" prints all that are possible side by side')
+    add_drafting(parser, widths="64")
     add("--prompt", action="append", default=[], help="a prompt; may be given several times")
     add("--prompts", help='file of prompts, one {"id": ..., "turns": [...]} a line; the first turn is decoded')
     add("--chat", action="store_true", help="wrap prompts in the target's chat template")
@@ -57,11 +58,11 @@ def collect_prompts(args: argparse.Namespace) -> tuple[list[str], list[Prompt]]:
     return ids, prompts
 
 
-def decode_config(args: argparse.Namespace, method: str) -> DecodeConfig:
+def decode_config(args: argparse.Namespace) -> DecodeConfig:
+    """The settings that all methods share."""
     return DecodeConfig(
-        method=method,
-        num_nodes=args.num_nodes,
         draft_depth=args.draft_depth,
+        ngram=args.ngram,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         seed=args.seed,
@@ -70,12 +71,13 @@ def decode_config(args: argparse.Namespace, method: str) -> DecodeConfig:
     )
 
 
-def to_record(out: Generation, i: int, prompt_id: str, method: str) -> dict:
+def to_record(out: Generation, i: int, prompt_id: str, variant: Variant) -> dict:
     """One prompt of a generation as JSON."""
     lengths = out.accepted_lengths[i]
     return {
         "id": prompt_id,
-        "method": method,
+        "method": variant.method,
+        "num_nodes": variant.num_nodes,
         "text": out.text[i] if out.text is not None else None,
         "tokens": out.tokens[i],
         "finish_reason": out.finish_reasons[i],
@@ -146,29 +148,44 @@ def run_methods(
     return results
 
 
+def fastest_widths(results: dict[str, Generation], todo: list[Variant]) -> list[Variant]:
+    """Each method at the width that made the most tokens a second, in the order of `todo`."""
+    best: dict[str, Variant] = {}
+    for v in todo:
+        if v.method not in best or results[v.name].tokens_per_second > results[best[v.method].name].tokens_per_second:
+            best[v.method] = v
+    return list(best.values())
+
+
 def main(args: argparse.Namespace) -> int:
     ids, prompts = collect_prompts(args)
-    if args.method != "autoregressive" and args.drafter is None:
+    widths, trees = parse_widths(args.num_nodes), read_trees(args.tree_choices)
+    if args.method != "all" and METHODS[args.method].needs_drafter and args.drafter is None:
         raise ValueError(f"--method {args.method} needs --drafter")
     target = load_target(args.target)
     drafter = load_drafter(args.drafter, target) if args.drafter else None
-    methods = METHODS if args.method == "all" else (args.method,)
-    configs = {method: decode_config(args, method) for method in methods}
+    methods = possible_methods(drafter.config if drafter else None) if args.method == "all" else [args.method]
+    base = decode_config(args)
+    todo = variants(methods, widths, trees, base, target, drafter)
+    configs = {v.name: v.config(base) for v in todo}
     results = run_methods(target, drafter, prompts, configs, Console(stderr=True, quiet=args.json))
+    if args.best_width:
+        todo = fastest_widths(results, todo)
     if args.json:
-        for method, out in results.items():
+        for v in todo:
+            out = results[v.name]
             for i, prompt_id in enumerate(ids):
                 speed = {"tokens_per_second": out.tokens_per_second, "compile_seconds": out.compile_seconds}
-                print(json.dumps(to_record(out, i, prompt_id, method) | speed, ensure_ascii=False))
+                print(json.dumps(to_record(out, i, prompt_id, v) | speed, ensure_ascii=False))
         return 0
 
     console = Console(file=sys.stdout, soft_wrap=True)
-    shown = results[methods[-1]]
+    shown = results[todo[-1].name]
     for i, prompt_id in enumerate(ids):
         text = shown.text[i] if shown.text is not None else str(shown.tokens[i])
         console.print(f"[bold]{escape(prompt_id)}[/bold] ({shown.finish_reasons[i]})")
         console.print(escape(text) + "\n", highlight=False)
-    console.print(summary_table(results))
+    console.print(summary_table({v.name: results[v.name] for v in todo}))
     for line in verdict(target, results):
         console.print(line)
     return 0

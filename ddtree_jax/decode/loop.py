@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ddtree_jax.decode.proposers import Proposer
+from ddtree_jax.decode.proposers import Proposer, TextRows
 from ddtree_jax.decode.sampling import draw
 from ddtree_jax.decode.state import DecodeState, Request, clip_commit, write_rows
 from ddtree_jax.models.cache import KVCache, append_rows, commit_path
@@ -94,7 +94,7 @@ class DecodeLoop:
             picked = gather_path(out.hidden, jnp.clip(last, 0, chunk - 1)[:, None])[:, 0]
             last_hidden = jnp.where(here[:, None], picked, last_hidden)
             cache = append_rows(cache, out.tree_kv, count)
-            drafter_cache = self.proposer.absorb(params["drafter"], drafter_cache, out.features, count)
+            drafter_cache = self._absorb(params, drafter_cache, TextRows(tokens, out.hidden, out.features, count))
             return start + chunk, cache, drafter_cache, last_hidden
 
         hidden_size = self.target.config.hidden_size
@@ -137,12 +137,17 @@ class DecodeLoop:
         walk, out = verified.walk, verified.out
         count, ended = clip_commit(walk.tokens, walk.length, request.limit - state.num_tokens, request.stop_tokens)
         count = jnp.where(state.done, 0, count)
-        features = None if out.features is None else gather_path(out.features, walk.path)
+        rows = TextRows(
+            tokens=gather_path(verified.tree.tokens, walk.path),
+            hidden=gather_path(out.hidden, walk.path),
+            features=None if out.features is None else gather_path(out.features, walk.path),
+            count=count,
+        )
         last = jnp.take_along_axis(walk.tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
         active = (~state.done).astype(jnp.int32)
         return DecodeState(
             target_cache=commit_path(state.target_cache, out.tree_kv, walk.path, count),
-            drafter_cache=self.proposer.absorb(params["drafter"], state.drafter_cache, features, count),
+            drafter_cache=self._absorb(params, state.drafter_cache, rows),
             root=jnp.where(state.done, state.root, last),
             tokens=write_rows(state.tokens, walk.tokens, state.num_tokens),
             num_tokens=state.num_tokens + count,
@@ -167,6 +172,9 @@ class DecodeLoop:
             return rounds + 1, self.decode_round(params, request, state)
 
         return lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]
+
+    def _absorb(self, params, drafter_cache, rows):
+        return self.proposer.absorb(params["drafter"], params["target"], drafter_cache, rows)
 
     def _target(self, params, tokens, positions, ancestors, cache, taps):
         return self.target.apply({"params": params["target"]}, tokens, positions, ancestors, cache, taps)

@@ -9,13 +9,16 @@ from collections.abc import Sequence
 
 from ddtree_jax.config import MAX_NODES, METHODS, DecodeConfig, DrafterConfig, TargetConfig
 from ddtree_jax.decode.loop import DecodeLoop
-from ddtree_jax.decode.proposers import DFlashProposer, NoDraft, Proposer
+from ddtree_jax.decode.proposers import Chain, DFlashProposer, LookupProposer, MostProbable, NoDraft, Proposer, Static
 from ddtree_jax.models.abstract import check_fits
 from ddtree_jax.models.decoder import Decoder
+from ddtree_jax.tree import Choices, default_choices, parse_choices
 
 MIN_BUCKET = 16
 ROW_TILE = 128  # cache rows come in whole tiles of the attention kernel
 MAX_DEFAULT_BATCH = 8
+LOOKUP_DEPTH = 15  # with the root a chain of 16 rows, which fills a tile
+MAX_NGRAM = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,20 +69,21 @@ def check_config(config: DecodeConfig, target: TargetConfig, drafter: DrafterCon
     """Raises ValueError on a setting out of range, naming it, what is allowed and what was found."""
     c = config
     _check(c.method in METHODS, f"method {c.method!r} is unknown; known: {', '.join(METHODS)}")
-    if c.method != "autoregressive":
+    method = METHODS[c.method]
+    if method.needs_drafter:
         _check(drafter is not None, f"method {c.method!r} needs a drafter, and none was given")
         check_fits(drafter, target)
-    low = 2 if c.method == "ddtree" else 1
+    low = 2 if method.has_width else 1
     _check(
         _is_int(c.num_nodes, low, MAX_NODES),
         f"num_nodes must be {low}..{MAX_NODES}, root included; found {c.num_nodes!r}",
     )
     if c.draft_depth is not None:
-        most = drafter.depth if drafter is not None else None
-        _check(
-            _is_int(c.draft_depth, 1, most),
-            f"draft_depth must be 1..{most or 'the depth of the drafter'}; found {c.draft_depth!r}",
-        )
+        most = drafter.depth if method.needs_drafter else MAX_NODES - 1
+        _check(_is_int(c.draft_depth, 1, most), f"draft_depth must be 1..{most}; found {c.draft_depth!r}")
+    if c.method == "static_tree":
+        static_choices(c, target, drafter)
+    _check(_is_int(c.ngram, 1, MAX_NGRAM), f"ngram must be 1..{MAX_NGRAM}; found {c.ngram!r}")
     _check(_is_int(c.max_new_tokens, 1), f"max_new_tokens must be 1 or more; found {c.max_new_tokens!r}")
     _check(
         isinstance(c.temperature, numbers.Real)
@@ -115,17 +119,33 @@ def check_config(config: DecodeConfig, target: TargetConfig, drafter: DrafterCon
     )
 
 
+def static_choices(config: DecodeConfig, target: TargetConfig, drafter: DrafterConfig) -> Choices:
+    """The static tree of a config, checked and in level order."""
+    depth = config.draft_depth or drafter.depth
+    if config.tree_choices is None:
+        return default_choices(depth)
+    return parse_choices(
+        config.tree_choices, max_depth=depth, max_rank=target.vocab_size - 1, max_nodes=MAX_NODES
+    )  # fmt: skip
+
+
 def make_proposer(config: DecodeConfig, target: Decoder, drafter: DrafterConfig | None) -> Proposer:
     """The proposer of a method. Raises as `check_config` does."""
     check_config(config, target.config, drafter)
-    if config.method == "autoregressive":
+    method, num_nodes = METHODS[config.method].same_as or config.method, int(config.num_nodes)
+    if method == "autoregressive":
         return NoDraft()
-    return DFlashProposer(
-        target=target,
-        config=drafter,
-        depth=int(config.draft_depth or drafter.depth),
-        num_nodes=int(config.num_nodes) if config.method == "ddtree" else None,
-    )
+    if method in ("lookup", "lookup_tree"):
+        return LookupProposer(
+            depth=int(config.draft_depth or LOOKUP_DEPTH),
+            num_nodes=num_nodes if method == "lookup_tree" else None,
+            ngram=int(config.ngram),
+        )
+    if method == "static_tree":
+        shape = Static(static_choices(config, target.config, drafter))
+    else:
+        shape = MostProbable(num_nodes) if method == "ddtree" else Chain()
+    return DFlashProposer(target=target, config=drafter, depth=int(config.draft_depth or drafter.depth), shape=shape)
 
 
 def make_plan(

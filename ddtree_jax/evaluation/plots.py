@@ -3,17 +3,21 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from ddtree_jax.evaluation.summary import overall
+
+_LINES = {"ddtree": "-", "static_tree": "--", "lookup_tree": "-."}
+_CHAINS = {"dflash": ":", "best_path": ":", "lookup": (0, (1, 4))}
+
 
 def plot_all(rows: Sequence[dict], folder: str | Path) -> list[Path]:
     """Writes the plots as PNG files into `folder`. Raises ImportError without matplotlib (the extra `demo`)."""
     import matplotlib
 
     matplotlib.use("Agg")
-    sets = list(dict.fromkeys(r["set"] for r in rows))
-    shown = [r for r in rows if r["set"] == ("all" if "all" in sets else sets[0])]
+    shown = overall(rows)
     folder = Path(folder)
     paths = [_histogram(shown, folder / "histogram.png"), _by_depth(shown, folder / "acceptance_by_depth.png")]
-    if any("-" in r["variant"] for r in rows):  # trees, so widths to plot over
+    if any(r["num_nodes"] is not None for r in rows):  # trees, so widths to plot over
         paths += [
             _over_width(rows, folder / "accepted_length.png", "accepted", "mean accepted length"),
             _over_width(rows, folder / "tokens_per_second.png", "tokens_per_second", "tokens/s"),
@@ -34,14 +38,15 @@ def _over_width(rows, path, key, label):
     figure, axes = _figure()
     for index, name in enumerate(dict.fromkeys(r["set"] for r in rows)):
         style = dict(color=f"C{index}", linewidth=2.5 if name == "all" else 1)
-        trees = [(int(r["variant"].split("-")[1]), r[key]) for r in rows if r["set"] == name and "-" in r["variant"]]
-        trees = [t for t in trees if t[1] is not None]
-        if trees:
-            axes.plot(*zip(*sorted(trees)), marker="o", label=name, **style)
-        for chain in (r[key] for r in rows if r["set"] == name and r["variant"] == "dflash" and r[key] is not None):
-            axes.axhline(chain, linestyle=":", **style)
+        here = [r for r in rows if r["set"] == name and r[key] is not None]
+        for method in dict.fromkeys(r["method"] for r in here if r["num_nodes"] is not None):
+            trees = sorted((r["num_nodes"], r[key]) for r in here if r["method"] == method)
+            axes.plot(*zip(*trees), marker="o", linestyle=_LINES[method], label=f"{name}, {method}", **style)
+        for row in here:
+            if row["method"] in _CHAINS:
+                axes.axhline(row[key], linestyle=_CHAINS[row["method"]], **style)
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("tree width N, root included (dotted: DFlash chain)")
+    axes.set_xlabel("tree width N, root included (dotted: chains; widely: look-up)")
     axes.set_ylabel(label)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize="small")

@@ -12,30 +12,11 @@ from typing import Any
 
 from ddtree_jax.api import generate
 from ddtree_jax.config import DecodeConfig
+from ddtree_jax.evaluation.variants import Variant
 from ddtree_jax.loading import Drafter, Target
 from ddtree_jax.prompts import PromptRecord, encode_prompt, read_prompt_file
 
 PROMPTS_PER_WRITE = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """A method at a width. `name` is "autoregressive", "dflash" or "ddtree-64"."""
-
-    method: str
-    num_nodes: int | None = None
-
-    @property
-    def name(self) -> str:
-        return self.method if self.num_nodes is None else f"{self.method}-{self.num_nodes}"
-
-    def config(self, base: DecodeConfig) -> DecodeConfig:
-        return dataclasses.replace(base, method=self.method, num_nodes=self.num_nodes or base.num_nodes)
-
-
-def variants(methods: Sequence[str], widths: Sequence[int]) -> list[Variant]:
-    """Each method once, tree methods once a width."""
-    return [v for m in methods for v in ([Variant(m, n) for n in widths] if m == "ddtree" else [Variant(m)])]
 
 
 class Results:

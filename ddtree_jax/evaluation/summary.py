@@ -55,6 +55,8 @@ def _row(name: str, variant: str, group: Sequence[dict], texts: dict) -> dict:
     return {
         "set": name,
         "variant": variant,
+        "method": group[0]["method"],
+        "num_nodes": group[0]["num_nodes"],
         "prompts": len(group),
         "new_tokens": tokens,
         "rounds": len(lengths),
@@ -89,7 +91,7 @@ def _averages(rows: Sequence[dict]) -> list[dict]:
             key: sum(r[key] for r in group) for key in ("prompts", "new_tokens", "rounds", "same_text", "compared")
         }
         out.append(
-            {"set": "all", "variant": variant}
+            {"set": "all", "variant": variant, "method": group[0]["method"], "num_nodes": group[0]["num_nodes"]}
             | total
             | mean
             | {
@@ -99,6 +101,21 @@ def _averages(rows: Sequence[dict]) -> list[dict]:
             }
         )
     return out
+
+
+def overall(rows: Sequence[dict]) -> list[dict]:
+    """The rows that stand for the whole evaluation: the set "all", or the only set there is."""
+    sets = {r["set"] for r in rows}
+    return [r for r in rows if r["set"] == "all" or len(sets) == 1]
+
+
+def best_widths(rows: Sequence[dict]) -> list[dict]:
+    """The rows of each method's fastest variant overall. Chosen on the prompts shown, it flatters a little."""
+    best: dict[str, dict] = {}
+    for row in overall(rows):
+        if row["method"] not in best or row["tokens_per_second"] > best[row["method"]]["tokens_per_second"]:
+            best[row["method"]] = row
+    return [r for r in rows if r["variant"] == best[r["method"]]["variant"]]
 
 
 COLUMNS = ("set", "variant", "prompts", "accepted", "pooled", "tokens/s", "speed-up", "looping", "same text")

@@ -1,4 +1,4 @@
-"""The target: one functional Flax decoder for Llama 3, Qwen2.5 and Qwen3.
+"""The target: one functional Flax decoder for Llama 3, Qwen2.5 and Qwen3, dense or with a mixture of experts.
 
 A pass takes N tokens that hang as a tree below the committed text and returns their hidden states and
 keys/values; it never writes the cache. One token, a chain, a draft tree and a chunk of a prompt are all such trees.
@@ -12,9 +12,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from ddtree_jax.config import TargetConfig
+from ddtree_jax.config import MoEConfig, TargetConfig
 from ddtree_jax.models.cache import KVCache, TreeKV
 from ddtree_jax.models.layers import MLP, Linear, RMSNorm, linear, split_heads
+from ddtree_jax.models.moe import MoE
 from ddtree_jax.models.rope import apply_rope, rope_tables
 from pallas_kernels.tree_attention import tree_attention
 
@@ -66,13 +67,22 @@ class Attention(nn.Module):
 class Block(nn.Module):
     config: TargetConfig
     sliding_window: int | None
+    moe: MoEConfig | None = None
+
+    @classmethod
+    def of(cls, config: TargetConfig, layer: int) -> "Block":
+        """The block of one layer."""
+        return cls(config, config.sliding_windows[layer], config.moe_of(layer))
 
     def setup(self):
         c = self.config
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.jax_dtype)
         self.self_attn = Attention(c, self.sliding_window)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.jax_dtype)
-        self.mlp = MLP(c.hidden_size, c.intermediate_size, c.jax_dtype)
+        if self.moe is None:
+            self.mlp = MLP(c.hidden_size, c.intermediate_size, c.jax_dtype)
+        else:
+            self.mlp = MoE(self.moe, c.hidden_size, c.jax_dtype)
 
     def __call__(self, x, *attention_args):
         attended, tree_kv = self.self_attn(self.input_layernorm(x), *attention_args)
@@ -92,7 +102,7 @@ class Decoder(nn.Module):
     def setup(self):
         c = self.config
         self.embed = Linear(c.vocab_size, c.hidden_size, dtype=c.jax_dtype)
-        self.layers = [Block(c, window) for window in c.sliding_windows]
+        self.layers = [Block.of(c, i) for i in range(c.num_layers)]
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.jax_dtype)
         if not c.tie_embeddings:
             self.lm_head = Linear(c.vocab_size, c.hidden_size, dtype=c.jax_dtype)

@@ -1,5 +1,6 @@
 """Floating-point operations of a training step, for the share of peak that a run reports."""
 
+from ddtree_jax.config import TargetConfig
 from ddtree_jax.train.step import Models
 
 # Measured ceiling of dense bfloat16 matrix products on an H200, in FLOP/s.
@@ -16,8 +17,10 @@ def step_flops(models: Models) -> float:
     tokens = c.batch_size * c.sequence_length
     slots = c.batch_size * min(c.anchors, c.sequence_length) * d.block_size
     width = t.num_heads * t.head_dim
-    layer = t.hidden_size * (2 * width + 2 * t.num_kv_heads * t.head_dim + 3 * t.intermediate_size)
-    target = (max(d.target_layer_ids) + 1) * tokens * (2 * layer + 4 * width * c.sequence_length / 2)
+    layers = max(d.target_layer_ids) + 1
+    attended = 2 * width + 2 * t.num_kv_heads * t.head_dim
+    products = t.hidden_size * sum(attended + _feed_forward(t, i) for i in range(layers))
+    target = tokens * (2 * products + layers * 4 * width * c.sequence_length / 2)
 
     heads, kv = d.num_heads * d.head_dim, 2 * d.num_kv_heads * d.head_dim
     block = d.hidden_size * (2 * heads + kv + 3 * d.intermediate_size)
@@ -26,3 +29,12 @@ def step_flops(models: Models) -> float:
     fusion = 4 * tokens * d.hidden_size * len(d.target_layer_ids) * t.hidden_size
     head = 4 * slots * (d.block_size - 1) / d.block_size * t.vocab_size * t.hidden_size
     return target + drafter + fusion + head
+
+
+def _feed_forward(target: TargetConfig, layer: int) -> int:
+    """Multiply-adds of a layer's feed-forward block, for one token and one row of the hidden state."""
+    moe = target.moe_of(layer)
+    if moe is None:
+        return 3 * target.intermediate_size
+    shared = 3 * moe.shared_intermediate_size + bool(moe.shared_intermediate_size)
+    return 3 * moe.experts_per_token * moe.intermediate_size + moe.num_experts + shared

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ddtree_jax.tree.chain import root_tree
-from ddtree_jax.tree.draft_tree import DraftTree, ancestor_bits
+from ddtree_jax.tree.draft_tree import DraftTree, place_of, tree_below_root
 from ddtree_jax.tree.select import clean_log_probs, sorted_largest, top_tokens
 
 
@@ -97,30 +97,17 @@ def build_from_top(
     live = log_prob > -jnp.inf
     pair = jnp.take_along_axis(pairs, chosen, axis=1, mode="clip")  # [B, count]
     # A node's parent is the chosen prefix with its parent's number. It is always there: it is at least as probable
-    # and comes earlier. Comparing all with all is one fused kernel, where an inverse permutation is a scatter.
-    above = jnp.asarray(plan.pair_parent)[pair]
-    is_parent = above[:, :, None] == chosen[:, None, :]  # [B, count, count]
-    node = jnp.arange(1, count + 1, dtype=jnp.int32)[None, None]
-    parent = jnp.sum(jnp.where(is_parent, node, 0), axis=-1, dtype=jnp.int32)  # no match: the root
+    # and comes earlier.
     flat_tokens = tokens.reshape(batch, depths * ranks)
-    token = jnp.take_along_axis(flat_tokens, jnp.asarray(plan.pair_token)[pair], axis=1, mode="clip")
-    depth = jnp.asarray(plan.pair_depth)[pair]
-
-    def with_root(root: jax.Array, below: jax.Array, padding: float) -> jax.Array:
-        below = jnp.where(live, below, jnp.asarray(padding, below.dtype))
-        row = jnp.concatenate([root[:, None], below], axis=1)
-        return jnp.pad(row, ((0, 0), (0, num_nodes - 1 - count)), constant_values=padding)
-
-    zero = jnp.zeros_like(roots)
-    size = 1 + jnp.sum(live, axis=1, dtype=jnp.int32)
-    parent = with_root(zero, parent, 0)
-    return DraftTree(
-        tokens=with_root(roots, token, 0),
-        parent=parent,
-        depth=with_root(zero, depth, 0),
-        log_prob=with_root(jnp.zeros_like(log_prob[:, 0]), log_prob, -jnp.inf),
-        size=size,
-        ancestors=ancestor_bits(parent, size, len(plan.widths)),
+    return tree_below_root(
+        roots,
+        jnp.take_along_axis(flat_tokens, jnp.asarray(plan.pair_token)[pair], axis=1, mode="clip"),
+        place_of(jnp.asarray(plan.pair_parent)[pair], chosen),
+        jnp.asarray(plan.pair_depth)[pair],
+        log_prob,
+        live,
+        num_nodes=num_nodes,
+        max_depth=len(plan.widths),
     )
 
 

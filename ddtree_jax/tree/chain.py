@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ddtree_jax.tree.draft_tree import DraftTree, static_bits
+from ddtree_jax.tree.draft_tree import DraftTree, in_every_slot, static_bits
 
 
 def chain_tree(tokens: jax.Array, log_probs: jax.Array, root_tokens: jax.Array) -> DraftTree:
@@ -46,16 +46,13 @@ def chain_tree(tokens: jax.Array, log_probs: jax.Array, root_tokens: jax.Array) 
     index = np.arange(num_nodes, dtype=np.int32)
     own = jnp.where(jnp.isnan(log_probs), -jnp.inf, log_probs)
 
-    def same_in_every_slot(array: np.ndarray) -> jax.Array:
-        return jnp.broadcast_to(jnp.asarray(array)[None], (batch, *array.shape))
-
     return DraftTree(
         tokens=jnp.concatenate([root_tokens[:, None], tokens], axis=1),
-        parent=same_in_every_slot(np.maximum(index - 1, 0)),
-        depth=same_in_every_slot(index),
+        parent=in_every_slot(np.maximum(index - 1, 0), batch),
+        depth=in_every_slot(index, batch),
         log_prob=jnp.concatenate([jnp.zeros((batch, 1), jnp.float32), jnp.cumsum(own, axis=1)], axis=1),
         size=jnp.full((batch,), num_nodes, jnp.int32),
-        ancestors=same_in_every_slot(static_bits(np.tri(num_nodes, dtype=bool))),
+        ancestors=in_every_slot(static_bits(np.tri(num_nodes, dtype=bool)), batch),
     )
 
 

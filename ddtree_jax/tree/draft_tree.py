@@ -62,6 +62,11 @@ def static_bits(visible: np.ndarray) -> np.ndarray:
     return np.sum(padded.reshape(len(visible), -1, WORD_BITS) * weights, axis=-1, dtype=np.uint32)
 
 
+def in_every_slot(array: np.ndarray, batch: int) -> jax.Array:
+    """A constant for all slots: array [...] -> [B, ...]."""
+    return jnp.broadcast_to(jnp.asarray(array)[None], (batch, *array.shape))
+
+
 def unpack_ancestors(tree: DraftTree) -> jax.Array:
     """The dense visibility of a tree, for tests and drawing.
 
@@ -102,3 +107,56 @@ def ancestor_bits(parent: jax.Array, size: jax.Array, max_depth: int) -> jax.Arr
             jump = jnp.take_along_axis(jump, jump, axis=1, mode="clip")
         bits = bits | jnp.take_along_axis(bits, jump[:, :, None], axis=1, mode="clip")
     return bits
+
+
+def tree_below_root(
+    root_tokens: jax.Array,
+    tokens: jax.Array,
+    parent: jax.Array,
+    depth: jax.Array,
+    log_prob: jax.Array,
+    live: jax.Array,
+    *,
+    num_nodes: int,
+    max_depth: int,
+) -> DraftTree:
+    """Completes a tree from its drafted nodes: root in front, padding behind, visibility from the parents.
+
+    Args:
+      root_tokens: [B] int32.
+      tokens, parent, depth, log_prob: [B, M] of nodes 1..M, M <= N - 1, as in `DraftTree`.
+      live: [B, M] bool, a run of True and then False: the others become padding.
+      num_nodes: N (static).
+      max_depth: an upper bound of the depths (static).
+    """
+
+    def with_root(root: jax.Array, below: jax.Array, padding: float) -> jax.Array:
+        below = jnp.where(live, below, jnp.asarray(padding, below.dtype))
+        row = jnp.concatenate([root[:, None], below], axis=1)
+        return jnp.pad(row, ((0, 0), (0, num_nodes - row.shape[1])), constant_values=padding)
+
+    zero = jnp.zeros_like(root_tokens)
+    size = 1 + jnp.sum(live, axis=1, dtype=jnp.int32)
+    parent = with_root(zero, parent, 0)
+    return DraftTree(
+        tokens=with_root(root_tokens, tokens, 0),
+        parent=parent,
+        depth=with_root(zero, depth, 0),
+        log_prob=with_root(jnp.zeros_like(log_prob[:, 0]), log_prob, -jnp.inf),
+        size=size,
+        ancestors=ancestor_bits(parent, size, max_depth),
+    )
+
+
+def place_of(wanted: jax.Array, chosen: jax.Array) -> jax.Array:
+    """Node numbers by comparing all with all, one fused kernel where an inverse permutation is a scatter.
+
+    Args:
+      wanted: [B, M] int32.
+      chosen: [B, M] int32 distinct; entry i is what node i + 1 stands for.
+
+    Returns:
+      [B, M] int32, the node that stands for each wanted value; 0 (the root) where none does.
+    """
+    node = jnp.arange(1, chosen.shape[1] + 1, dtype=jnp.int32)[None, None]
+    return jnp.sum(jnp.where(wanted[:, :, None] == chosen[:, None, :], node, 0), axis=-1, dtype=jnp.int32)

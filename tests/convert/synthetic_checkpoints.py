@@ -10,6 +10,9 @@ from safetensors.numpy import save_file
 
 LAYERS, HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 2, 16, 24, 4, 2, 8, 40
 CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+CLASSES |= {"qwen3_moe": "Qwen3MoeForCausalLM"}
+EXPERTS, EXPERT_SIZE = 4, 12
+MOE = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": EXPERT_SIZE, "norm_topk_prob": True}
 
 
 def target_json(architecture: str, **changes) -> dict:
@@ -31,7 +34,7 @@ def target_json(architecture: str, **changes) -> dict:
         "eos_token_id": 3,
         "torch_dtype": "bfloat16",
     }
-    return {**config, **changes}
+    return {**config, **(MOE if architecture == "qwen3_moe" else {}), **changes}
 
 
 def drafter_json(**changes) -> dict:
@@ -81,17 +84,38 @@ def _layer(prefix: str, *, norms: bool, qkv_bias: bool, o_bias: bool) -> dict[st
     return {prefix + name: shape for name, shape in shapes.items()}
 
 
+def _with_experts(prefix: str, layer: dict[str, tuple[int, ...]], fused: bool) -> dict[str, tuple[int, ...]]:
+    """The tensors of a layer with a router and experts for its MLP, each expert apart or all in one tensor."""
+    mlp = f"{prefix}mlp."
+    shapes = {name: shape for name, shape in layer.items() if not name.startswith(mlp)}
+    shapes[f"{mlp}gate.weight"] = (EXPERTS, HIDDEN)
+    if fused:
+        shapes[f"{mlp}experts.gate_up_proj"] = (EXPERTS, 2 * EXPERT_SIZE, HIDDEN)
+        shapes[f"{mlp}experts.down_proj"] = (EXPERTS, HIDDEN, EXPERT_SIZE)
+        return shapes
+    for j in range(EXPERTS):
+        for name in ("gate_proj", "up_proj"):
+            shapes[f"{mlp}experts.{j}.{name}.weight"] = (EXPERT_SIZE, HIDDEN)
+        shapes[f"{mlp}experts.{j}.down_proj.weight"] = (HIDDEN, EXPERT_SIZE)
+    return shapes
+
+
 def _random(shapes: dict[str, tuple[int, ...]], seed: int, dtype) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     return {name: rng.standard_normal(shape, np.float32).astype(dtype) for name, shape in shapes.items()}
 
 
-def target_tensors(config: dict, seed: int = 0, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
+def target_tensors(
+    config: dict, seed: int = 0, dtype=ml_dtypes.bfloat16, *, fused_experts: bool = False
+) -> dict[str, np.ndarray]:
     kind, bias = config["model_type"], config.get("attention_bias", False)
     shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "model.norm.weight": (HIDDEN,)}
     for i in range(LAYERS):
         qkv_bias, o_bias = bias or kind == "qwen2", bias and kind != "qwen2"
-        shapes |= _layer(f"model.layers.{i}.", norms=kind == "qwen3", qkv_bias=qkv_bias, o_bias=o_bias)
+        prefix = f"model.layers.{i}."
+        layer = _layer(prefix, norms=kind.startswith("qwen3"), qkv_bias=qkv_bias, o_bias=o_bias)
+        sparse = kind == "qwen3_moe" and i not in config.get("mlp_only_layers", ())
+        shapes |= _with_experts(prefix, layer, fused_experts) if sparse else layer
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (VOCAB, HIDDEN)
     return _random(shapes, seed, dtype)

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 import convert
 
 LAYERS, HIDDEN, INTERMEDIATE = 12, 1024, 3584
+EXPERTS = 8  # that share the intermediate size
 SCRIPT = """
 import sys
 import convert
@@ -28,18 +29,29 @@ print(peak() - before)
 """
 
 
-def write_large(folder):
+def write_large(folder, architecture):
     config = synthetic.target_json(
-        "llama", hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=LAYERS, head_dim=128,
+        architecture, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=LAYERS, head_dim=128,
         num_attention_heads=8, num_key_value_heads=2,
     )  # fmt: skip
+    experts = architecture == "qwen3_moe"
+    if experts:
+        config |= {"num_experts": EXPERTS, "moe_intermediate_size": INTERMEDIATE // EXPERTS}
     shapes = {"model.embed_tokens.weight": (40, HIDDEN), "lm_head.weight": (40, HIDDEN), "model.norm.weight": (HIDDEN,)}
     for i in range(LAYERS):
         p = f"model.layers.{i}."
         shapes |= {p + "input_layernorm.weight": (HIDDEN,), p + "post_attention_layernorm.weight": (HIDDEN,)}
         shapes |= {f"{p}self_attn.{n}_proj.weight": (rows, HIDDEN) for n, rows in zip("qkv", (1024, 256, 256))}
-        shapes |= {p + "self_attn.o_proj.weight": (HIDDEN, 1024), p + "mlp.down_proj.weight": (HIDDEN, INTERMEDIATE)}
-        shapes |= {f"{p}mlp.{n}_proj.weight": (INTERMEDIATE, HIDDEN) for n in ("gate", "up")}
+        shapes |= {p + "self_attn.o_proj.weight": (HIDDEN, 1024)}
+        size = INTERMEDIATE
+        if experts:
+            shapes |= {f"{p}self_attn.{n}_norm.weight": (128,) for n in "qk"} | {
+                p + "mlp.gate.weight": (EXPERTS, HIDDEN)
+            }
+            size = INTERMEDIATE // EXPERTS
+        for mlp in [f"{p}mlp.experts.{j}." for j in range(EXPERTS)] if experts else [f"{p}mlp."]:
+            shapes |= {mlp + "gate_proj.weight": (size, HIDDEN), mlp + "up_proj.weight": (size, HIDDEN)}
+            shapes |= {mlp + "down_proj.weight": (HIDDEN, size)}
     rng = np.random.default_rng(0)
     tensors = {n: rng.standard_normal(s, np.float32).astype(ml_dtypes.bfloat16) for n, s in shapes.items()}
     folder.mkdir()
@@ -50,8 +62,9 @@ def write_large(folder):
 
 
 @pytest.mark.slow
-def test_peak_is_a_few_layers(tmp_path):
-    payload = write_large(tmp_path / "large")
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_peak_is_a_few_layers(tmp_path, architecture):
+    payload = write_large(tmp_path / "large", architecture)
     assert payload > 300e6
     config = synthetic.target_json("llama")
     small = synthetic.write_folder(tmp_path / "small", config, synthetic.target_tensors(config))

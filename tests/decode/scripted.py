@@ -9,7 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from ddtree_jax.tree import build_tree, chain_tree
+from ddtree_jax.decode.proposers import Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,21 +18,22 @@ class Scripted:
 
     Attributes:
       depth: L.
-      num_nodes: N, or None for a chain.
+      shape: which tree is built from the marginals.
       vocab_size: V.
       rank_spread: the true token of a depth is moved down by 0..rank_spread ranks.
       taps: any, to exercise the features' way through the loop.
     """
 
     depth: int
-    num_nodes: int | None
+    shape: Shape
     vocab_size: int
     rank_spread: int
     taps: tuple[int, ...] = (1,)
+    uses_drafter: bool = True
 
     @property
     def max_path(self):
-        return self.depth + 1
+        return self.shape.depths(self.depth) + 1
 
     def init_cache(self, batch, rows):
         return jnp.zeros((batch,), jnp.int32)
@@ -48,15 +49,12 @@ class Scripted:
                 token = row[jnp.minimum(where, row.shape[0] - 1)]
                 return jax.nn.log_softmax(scores.at[token].set(score) * 2.0)
 
-            return jax.vmap(at)(jnp.arange(self.depth, dtype=jnp.int32))
+            return jax.vmap(at)(jnp.arange(self.shape.depths(self.depth), dtype=jnp.int32))
 
         return jax.vmap(one)(script, position)
 
     def propose(self, params, target_params, cache, root):
-        log_probs = self.log_probs(params, cache)
-        if self.num_nodes is None:
-            return chain_tree(jnp.argmax(log_probs, -1).astype(jnp.int32), jnp.max(log_probs, -1), root)
-        return build_tree(log_probs, self.num_nodes, root_tokens=root)
+        return self.shape.build(self.log_probs(params, cache), root)
 
-    def absorb(self, params, cache, features, count):
-        return cache + count
+    def absorb(self, params, target_params, cache, rows):
+        return cache + rows.count

@@ -9,12 +9,13 @@ from ddtree_jax import testing
 from ddtree_jax.decode import run as device
 from ddtree_jax.decode.plan import make_plan
 from ddtree_jax.prepare import inputs
+from pallas_kernels import choice
 from pallas_kernels.tree_attention import api as tree_attention_api
 
 
-def lowered(monkeypatch, method, num_nodes, num_layers) -> str:
+def lowered(monkeypatch, method, num_nodes, num_layers, **overrides) -> str:
     shape = dict(num_heads=6, num_kv_heads=2, head_dim=64, dtype="bfloat16")
-    target = testing.tiny_target(num_layers=num_layers, sliding_windows=(None,) * num_layers, **shape)
+    target = testing.tiny_target(num_layers=num_layers, sliding_windows=(None,) * num_layers, **shape | overrides)
     drafter = testing.tiny_drafter(
         target, num_heads=6, num_kv_heads=2, head_dim=64, num_layers=1, causal=(False,), sliding_windows=(None,),
         target_layer_ids=(0,), block_size=4,
@@ -25,13 +26,31 @@ def lowered(monkeypatch, method, num_nodes, num_layers) -> str:
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), args)
     with monkeypatch.context() as patch:
         patch.setattr(tree_attention_api, "_on_hopper", lambda: True)
+        patch.setattr(choice, "on_hopper", lambda: True)
         return device.run.trace(plan.loop, *args).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("method,num_nodes", [("ddtree", 16), pytest.param("ddtree", 64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method,num_nodes",
+    [
+        ("ddtree", 16),
+        pytest.param("ddtree", 64, marks=pytest.mark.slow),
+        pytest.param("static_tree", 2, marks=pytest.mark.slow),
+        pytest.param("lookup_tree", 64, marks=pytest.mark.slow),
+    ],
+)
 def test_lowers_with_the_gpu_kernel(monkeypatch, method, num_nodes):
     one = lowered(monkeypatch, method, num_nodes, num_layers=1).count("mosaic_gpu")
-    # Prefill chunk, drafter's block and tree: streaming and merging kernels of each.
-    assert one >= 3
+    # Prefill chunk, drafter's block (if there is a drafter) and tree: streaming and merging kernels of each.
+    assert one >= (2 if method.startswith("lookup") else 3)
     # Layers share a lowering: that of one kernel takes seconds, and models have dozens of layers.
     assert lowered(monkeypatch, method, num_nodes, num_layers=3).count("mosaic_gpu") == one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_lowers_with_the_kernels_of_the_experts(monkeypatch, num_layers):
+    moe = testing.tiny_moe(num_layers, sparse=(True,) * num_layers, intermediate_size=128)
+    text = lowered(monkeypatch, "ddtree", 16, num_layers, hidden_size=128, moe=moe)
+    # Both products in the prefill chunk and in the tree, once for all layers.
+    assert sum("grouped_matmul" in line and "mosaic_gpu" in line for line in text.splitlines()) == 4

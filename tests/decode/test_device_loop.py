@@ -29,26 +29,32 @@ def arguments(pair, prompts, **settings):
     return plan, inputs(*pair, plan, prompts, 0, config.temperature)
 
 
-def test_no_recompilation_within_a_bucket(pair):
+# One executable a method serves the tests that take METHODS.
+METHODS = pytest.mark.parametrize("method", ["ddtree", "static_tree", "lookup_tree"])
+
+
+@METHODS
+def test_no_recompilation_within_a_bucket(pair, method):
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
         lambda name, *_, **__: compiled.append(name) if "backend_compile" in name else None
     )
     try:
-        settings = dict(num_nodes=16, stop_token_ids=())
-        first = dt.generate(*pair, [[1, 2, 3]], dt.DecodeConfig(max_new_tokens=20, **settings))
+        settings = dict(method=method, num_nodes=16)
+        first = dt.generate(*pair, [[1, 2, 3]], dt.DecodeConfig(max_new_tokens=20, stop_token_ids=(), **settings))
         assert first.compile_seconds > 0 and compiled
         compiled.clear()
         # Other text, length, limit, seed and stop tokens; the same bucket.
-        config = dt.DecodeConfig(max_new_tokens=31, num_nodes=16, seed=4, stop_token_ids=(7,))
+        config = dt.DecodeConfig(max_new_tokens=31, seed=4, stop_token_ids=(7,), **settings)
         second = dt.generate(*pair, [list(range(14))], config)
         assert second.compile_seconds == 0.0 and not compiled
     finally:
         jax.monitoring.clear_event_listeners()
 
 
-def test_no_transfer_in_the_loop(pair):
-    plan, args = arguments(pair, [[1, 2, 3]])
+@METHODS
+def test_no_transfer_in_the_loop(pair, method):
+    plan, args = arguments(pair, [[1, 2, 3]], method=method)
     call, _ = device.executable(device.run, plan.loop, *args)
     with jax.transfer_guard("disallow"):
         state = call(*args)
@@ -68,8 +74,9 @@ def test_a_round_copies_no_cache_and_no_weight(pair):
     assert [(shape, op) for shape, op in made if shape in shapes and op in copies] == []
 
 
-def test_state_is_donated(pair):
-    plan, args = arguments(pair, [[1, 2, 3]])
+@METHODS
+def test_state_is_donated(pair, method):
+    plan, args = arguments(pair, [[1, 2, 3]], method=method)
     call, _ = device.executable(device.run, plan.loop, *args)
     aliased = call.memory_analysis().alias_size_in_bytes
     caches = sum(x.nbytes for x in jax.tree.leaves((args[-1].target_cache, args[-1].drafter_cache)))

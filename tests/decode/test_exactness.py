@@ -1,6 +1,7 @@
 """The promise: every method writes, token by token, what autoregressive decoding writes with the same seed."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +13,23 @@ import ddtree_jax as dt
 from ddtree_jax import testing
 from ddtree_jax.decode import run as device
 from ddtree_jax.decode.plan import make_plan
+from ddtree_jax.decode.proposers import Chain, MostProbable, Static
 from ddtree_jax.prepare import inputs
+from ddtree_jax.tree import PRESETS
 
 PROMPTS = [[3, 1, 4, 1, 5], [9] * 19, [2, 7]]
 TEMPERATURES = (0.0, 0.7, 1.0)
 SLOW = pytest.mark.slow
 SEED = (11, 12, 13)
+KINDS = {"dense": {}, "moe": dict(moe=testing.tiny_moe(2))}
+MOE_TOO = pytest.mark.parametrize("pair", ["dense", pytest.param("moe", marks=SLOW)], indirect=True)
 
 
 @pytest.fixture(scope="module")
-def pair():
-    target = testing.tiny_target(seed=0, num_layers=2, sliding_windows=(None, None))
+def pair(request):
+    """A target of the kind that the test names, dense by default, and a drafter for it."""
+    kind = KINDS[getattr(request, "param", "dense")]
+    target = testing.tiny_target(seed=0, num_layers=2, sliding_windows=(None, None), **kind)
     return target, testing.tiny_drafter(target)
 
 
@@ -59,20 +66,28 @@ def check(out, expected):
         assert all(n >= 1 for n in lengths)
 
 
-# Every combination runs in the second stage; the first has the ones that differ most.
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=SLOW), 3])
-@pytest.mark.parametrize(
-    "method,num_nodes",
-    [
-        ("dflash", 2),
-        ("ddtree", 16),
-        pytest.param("ddtree", 2, marks=SLOW),
-        pytest.param("ddtree", 64, marks=SLOW),
-        pytest.param("ddtree", 256, marks=SLOW),
-    ],
-)
-def test_real_drafter(pair, reference, method, num_nodes, batch, temperature):
+# (method, width): temperatures of the first stage. Everything else runs in the second.
+FIRST_STAGE = {
+    ("dflash", 2): TEMPERATURES,
+    ("ddtree", 16): TEMPERATURES,
+    ("static_tree", 2): (0.0,),
+    ("lookup", 2): (0.0,),
+    ("lookup_tree", 16): (0.7, 1.0),
+}
+FIRST_STAGE_OF_OTHERS = {("dflash", 2): (0.7,), ("ddtree", 16): (0.7, 1.0)}  # targets that are not dense
+SECOND_STAGE = [("best_path", 2), ("lookup_tree", 64), ("ddtree", 2), ("ddtree", 64), ("ddtree", 256)]
+
+
+def combinations():
+    cases = [*FIRST_STAGE, *SECOND_STAGE]
+    for kind, case, batch, temperature in itertools.product(KINDS, cases, (1, 3), TEMPERATURES):
+        stage = FIRST_STAGE if kind == "dense" else FIRST_STAGE_OF_OTHERS
+        fast = batch == 3 and temperature in stage.get(case, ())
+        yield pytest.param(kind, *case, batch, temperature, marks=() if fast else SLOW)
+
+
+@pytest.mark.parametrize("pair,method,num_nodes,batch,temperature", list(combinations()), indirect=["pair"])
+def test_every_method(pair, reference, method, num_nodes, batch, temperature):
     # Prompt 0 runs to the limit, others meet the stop token: slots finish at different rounds.
     prompts = PROMPTS[:batch]
     out = decode(*pair, prompts, method, num_nodes, temperature=temperature, max_new_tokens=32)
@@ -84,7 +99,18 @@ def test_the_reference_meets_stops_and_limits(reference):
     assert reasons == {"stop", "length"}
 
 
-@pytest.mark.parametrize("method,num_nodes", [("autoregressive", 2), ("dflash", 2), ("ddtree", 16)])
+@MOE_TOO
+@pytest.mark.parametrize(
+    "method,num_nodes",
+    [
+        ("autoregressive", 2),
+        ("dflash", 2),
+        ("ddtree", 16),
+        pytest.param("static_tree", 2, marks=SLOW),
+        pytest.param("lookup", 2, marks=SLOW),
+        pytest.param("lookup_tree", 16, marks=SLOW),
+    ],
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_capacity_end(pair, reference, method, num_nodes, temperature):
     settings = dict(capacity=24, max_new_tokens=100, stop_token_ids=())
@@ -113,32 +139,62 @@ def scripted_run(target, proposer, scripts, temperature, prompts, seeds=SEED, **
     return tokens, state
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+LONG_PATHS = {  # with the temperatures of the first stage
+    (Chain(), 0, ()): TEMPERATURES,
+    (Static(PRESETS["eagle-1"]), 1, (60,)): (0.7, 1.0),
+    (Static(PRESETS["medusa-vicuna-7b"]), 2, ()): (),
+    (MostProbable(16), 1, ()): (),
+    (MostProbable(64), 2, (60,)): TEMPERATURES,
+    (MostProbable(256), 3, ()): (),
+}
+
+
+@MOE_TOO
 @pytest.mark.parametrize(
-    "num_nodes,rank_spread,stops",
+    "shape,rank_spread,stops,temperature",
     [
-        (None, 0, ()),
-        pytest.param(16, 1, (), marks=SLOW),
-        (64, 2, (60,)),
-        pytest.param(256, 3, (), marks=SLOW),
+        pytest.param(*case, temperature, marks=() if temperature in first_stage else SLOW)
+        for case, first_stage in LONG_PATHS.items()
+        for temperature in TEMPERATURES
     ],
+    ids=lambda value: type(value).__name__ if dataclasses.is_dataclass(value) else None,
 )
-def test_long_paths(pair, reference, num_nodes, rank_spread, temperature, stops):
+def test_long_paths(pair, reference, shape, rank_spread, stops, temperature):
     target = pair[0]
     settings = dict(max_new_tokens=40, stop_token_ids=stops)
     expected = [tokens for tokens, _ in reference(temperature, **settings)]
     scripts = np.zeros((3, 80), np.int32)
     for i, (prompt, tokens) in enumerate(zip(PROMPTS, expected)):
         scripts[i, : len(prompt) + len(tokens)] = prompt + tokens
-    proposer = Scripted(depth=7, num_nodes=num_nodes, vocab_size=61, rank_spread=rank_spread)
+    proposer = Scripted(depth=7, shape=shape, vocab_size=61, rank_spread=rank_spread)
     tokens, state = scripted_run(target, proposer, scripts, temperature, PROMPTS, **settings)
     assert tokens == expected
     lengths = [state.accepted[i, : state.rounds[i]] for i in range(3)]
     longest = max(len(t) for t in tokens)
     if longest >= 24:  # the script must really have been followed, several tokens a round
         assert sum(map(sum, lengths)) / sum(map(len, lengths)) > 1.8
-    if num_nodes is None and longest == 40:
+    if shape == Chain() and longest == 40:
         assert max(map(max, lengths)) == 8  # a whole block, the deepest commit there is
+
+
+@pytest.mark.parametrize("method", [pytest.param("lookup", marks=SLOW), "lookup_tree"])
+def test_lookup_follows_a_text_that_repeats_itself(method):
+    """Without a drafter; the target walks in a circle."""
+    target = circling_target(period=11)
+    out = decode(target, None, [[3, 4, 5], [9]], method, 16, max_new_tokens=60, stop_token_ids=())
+    check(out, [([(6 + i) % 11 for i in range(60)], "length"), ([(10 + i) % 11 for i in range(60)], "length")])
+    # Once around, a token a round; from then on whole rounds of 15 drafted tokens and one of the target's own.
+    assert out.accepted_lengths == [[1] * 8 + [16] * 3 + [3], [1] * 10 + [16] * 3 + [1]]
+
+
+def circling_target(period):
+    """Token t is followed by (t + 1) % period: blocks that add nothing, embedding and head one-hot."""
+    target = testing.tiny_target(num_layers=1, sliding_windows=(None,))
+    vocab, size = target.config.vocab_size, target.config.hidden_size
+    params = jax.tree.map(jnp.zeros_like, target.params) | {"norm": target.params["norm"]}
+    eye = jnp.eye(vocab, size, dtype=jnp.float32)
+    head = jnp.zeros((vocab, size), jnp.float32).at[(jnp.arange(period) + 1) % period, jnp.arange(period)].set(9.0)
+    return dt.Target(target.config, params | {"embed": {"weight": eye}, "lm_head": {"weight": head}})
 
 
 def test_bfloat16_differs_only_at_near_ties(pair):

@@ -4,6 +4,8 @@ The kernel takes bfloat16, where the shape of a matrix product decides near-ties
 only where a float32 copy of the target is undecided between the two tokens.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from test_exactness import scripted_run
 
 import ddtree_jax as dt
 from ddtree_jax import testing
+from ddtree_jax.decode.proposers import Chain, MostProbable
 from ddtree_jax.decode.sampling import position_noise
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
@@ -58,22 +61,22 @@ def reference(pair):
     return get
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def last_logits(decoder, params, tokens, length):
+    """[V] float32 after the first `length` of tokens [1, ROWS]."""
+    positions = jnp.arange(ROWS, dtype=jnp.int32)[None]
+    causal = jnp.asarray(static_bits(np.tri(ROWS, dtype=bool)))[None]
+    cache = KVCache.empty(decoder.config, batch=1, rows=8)
+    hidden = decoder.apply({"params": params}, tokens, positions, causal, cache).hidden
+    last = jax.lax.dynamic_slice_in_dim(hidden, length - 1, 1, axis=1)[:, 0]
+    return decoder.apply({"params": params}, last, method=Decoder.logits)[0]
+
+
 def margin(target, text, seed, temperature, tokens) -> float:
     """How far the worse of two tokens is from the best one, after `text`; in standard deviations of the logits."""
     wide = testing.with_dtype(target, "float32")
-    decoder = Decoder(wide.config)
     padded = jnp.asarray(np.pad(text, (0, ROWS - len(text))), jnp.int32)[None]
-    causal = jnp.asarray(static_bits(np.tri(ROWS, dtype=bool)))[None]
-    cache = KVCache.empty(wide.config, batch=1, rows=8)
-
-    @jax.jit
-    def last_logits(params, padded):
-        out = decoder.apply({"params": params}, padded, jnp.arange(ROWS, dtype=jnp.int32)[None], causal, cache).hidden[
-            :, len(text) - 1
-        ]
-        return decoder.apply({"params": params}, out, method=Decoder.logits)[0]
-
-    logits = last_logits(wide.params, padded)
+    logits = last_logits(Decoder(wide.config), wide.params, padded, jnp.int32(len(text)))
     spread = float(jnp.std(logits))
     if temperature > 0:
         noise = position_noise(jnp.asarray([seed], jnp.uint32), jnp.asarray([[len(text)]], jnp.int32), logits.shape[-1])
@@ -105,13 +108,13 @@ def test_methods_agree_but_for_near_ties(pair, reference, method, num_nodes, tem
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("num_nodes,rank_spread", [(None, 0), (64, 2), (256, 3)])
-def test_long_paths_agree_but_for_near_ties(pair, reference, num_nodes, rank_spread, temperature):
+@pytest.mark.parametrize("shape,rank_spread", [(Chain(), 0), (MostProbable(64), 2), (MostProbable(256), 3)])
+def test_long_paths_agree_but_for_near_ties(pair, reference, shape, rank_spread, temperature):
     expected = reference(temperature)
     scripts = np.zeros((3, ROWS), np.int32)
     for i, (prompt, tokens) in enumerate(zip(PROMPTS, expected, strict=True)):
         scripts[i, : len(prompt) + len(tokens)] = prompt + tokens
-    proposer = Scripted(depth=15, num_nodes=num_nodes, vocab_size=512, rank_spread=rank_spread)
+    proposer = Scripted(depth=15, shape=shape, vocab_size=512, rank_spread=rank_spread)
     tokens, state = scripted_run(
         pair[0], proposer, scripts, temperature, PROMPTS, max_new_tokens=NEW_TOKENS, seeds=SEEDS
     )

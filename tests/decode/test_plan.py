@@ -6,7 +6,10 @@ import pytest
 
 import ddtree_jax as dt
 from ddtree_jax import testing
+from ddtree_jax.config import METHODS, possible_methods
 from ddtree_jax.decode.plan import bucket, make_plan
+from ddtree_jax.decode.proposers import Static
+from ddtree_jax.tree import PRESETS
 
 TARGET = testing.tiny_target_config()
 DRAFTER = testing.tiny_drafter_config(TARGET)
@@ -15,12 +18,28 @@ DRAFTER = testing.tiny_drafter_config(TARGET)
 @pytest.mark.parametrize(
     "settings,lengths,message",
     [
-        (dict(method="medusa"), [3], "method 'medusa' is unknown; known: autoregressive, dflash, ddtree"),
+        (
+            dict(method="medusa"),
+            [3],
+            "method 'medusa' is unknown; known: autoregressive, lookup, lookup_tree, dflash, ",
+        ),
         (dict(num_nodes=1), [3], "num_nodes must be 2..512, root included; found 1"),
         (dict(num_nodes=513), [3], "num_nodes must be 2..512"),
         (dict(num_nodes=16.0), [3], "num_nodes must be 2..512, root included; found 16.0"),
         (dict(draft_depth=8), [3], "draft_depth must be 1..7; found 8"),
         (dict(draft_depth=0), [3], "draft_depth must be 1..7; found 0"),
+        (dict(method="lookup", draft_depth=512), [3], "draft_depth must be 1..511; found 512"),
+        (dict(method="lookup_tree", num_nodes=1), [3], "num_nodes must be 2..512"),
+        (dict(ngram=0), [3], "ngram must be 1..16; found 0"),
+        (dict(ngram=2.0), [3], "ngram must be 1..16; found 2.0"),
+        (dict(method="static_tree", tree_choices="[(0,)"), [3], "tree_choices must be a list such as"),
+        (dict(method="static_tree", tree_choices=((0,) * 8,)), [3], "is too deep: 8 of at most 7 drafted tokens"),
+        (
+            dict(method="static_tree", tree_choices="eagle-1", draft_depth=4),
+            [3],
+            r"\(0, 0, 0, 0, 0\) is too deep: 5 of at most 4",
+        ),
+        (dict(method="static_tree", tree_choices=((61,),)), [3], r"\(61,\) is too wide: rank 61 of at most 60"),
         (dict(max_new_tokens=0), [3], "max_new_tokens must be 1 or more; found 0"),
         (dict(temperature=-0.5), [3], r"temperature must be 0 .* or 0.001..1000; found -0.5"),
         (dict(temperature=float("nan")), [3], r"temperature must be 0 .* or 0.001..1000; found nan"),
@@ -70,6 +89,34 @@ def test_a_drafter_is_needed():
         make_plan(dt.DecodeConfig(), TARGET, None, [3])
 
 
+def test_methods_of_a_pair():
+    assert possible_methods(None) == ["autoregressive", "lookup", "lookup_tree"]
+    assert possible_methods(DRAFTER) == [m for m in METHODS if m != "best_path"]
+    for method in possible_methods(None):
+        make_plan(dt.DecodeConfig(method=method), TARGET, None, [3])
+
+
+def test_two_names_of_the_chain_are_one_executable():
+    chain, path = (make_plan(dt.DecodeConfig(method=m), TARGET, DRAFTER, [3]) for m in ("dflash", "best_path"))
+    assert chain.loop == path.loop and hash(chain.loop) == hash(path.loop)
+
+
+def test_spellings_of_a_static_tree_are_one_executable():
+    texts = ("[(0,), (1,), (0, 0), (0, 1), (1, 0)]", [[1], [1, 0], [0, 1], [0], [0, 0]])
+    loops = {make_plan(dt.DecodeConfig(method="static_tree", tree_choices=t), TARGET, DRAFTER, [3]).loop for t in texts}
+    assert len(loops) == 1
+    (loop,) = loops
+    assert loop.proposer.shape == Static(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+    assert loop.proposer.max_path == 3  # the tree's depth, not the drafter's
+
+
+def test_the_default_static_tree_ends_at_the_drafters_depth():
+    shallow = testing.tiny_drafter_config(TARGET, block_size=4)
+    plans = [make_plan(dt.DecodeConfig(method="static_tree"), TARGET, d, [3]) for d in (DRAFTER, shallow)]
+    deep, cut = (plan.loop.proposer.shape.choices for plan in plans)
+    assert deep == PRESETS["eagle-1"] and cut == tuple(c for c in deep if len(c) <= 3)
+
+
 def test_nothing_compiles_before_an_error(monkeypatch):
     target = testing.tiny_target()
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *a, **k: pytest.fail("compiled"))
@@ -98,7 +145,7 @@ def test_bucket(size, expected):
 
 @pytest.mark.parametrize("lengths", [[1], [16], [17], [200, 3], [300]])
 @pytest.mark.parametrize("max_new_tokens", [1, 40, 10_000])
-@pytest.mark.parametrize("method", ["autoregressive", "dflash", "ddtree"])
+@pytest.mark.parametrize("method", METHODS)
 def test_shapes_leave_room_for_every_write(lengths, max_new_tokens, method):
     plan = make_plan(dt.DecodeConfig(method=method, max_new_tokens=max_new_tokens), TARGET, DRAFTER, lengths)
     rows = plan.loop.proposer.max_path
@@ -115,7 +162,7 @@ def test_shapes_leave_room_for_every_write(lengths, max_new_tokens, method):
 def test_limits_do_not_depend_on_the_method():
     plans = [
         make_plan(dt.DecodeConfig(method=m, max_new_tokens=10_000, num_nodes=n), TARGET, DRAFTER, [200, 3])
-        for m, n in (("autoregressive", 2), ("dflash", 2), ("ddtree", 2), ("ddtree", 256))
+        for m, n in (*((m, 2) for m in METHODS), ("ddtree", 256), ("lookup_tree", 256))
     ]
     assert {p.limits for p in plans} == {(312, 509)}
 

@@ -25,13 +25,18 @@ def run(tiny_checkpoints, folder):
     return call
 
 
+VARIANTS = ("autoregressive", "ddtree-16", "static_tree-3-7b0d57")
+
+
 def test_evaluate_and_resume(run, folder, monkeypatch):
-    assert run("--methods", "autoregressive,ddtree", "--num-nodes", "16", "--turns", "2") == 0
+    asked_for = ("--methods", "autoregressive,ddtree,static_tree", "--num-nodes", "16", "--turns", "2")
+    asked_for = (*asked_for, "--tree-choices", "[(0,), (1,)]", "--best-width")
+    assert run(*asked_for) == 0
     lines = (folder / "out" / "records.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
     keys = {(r["set"], r["id"], r["turn"], r["variant"]) for r in records}
     asked = [("one", "a", 0), ("one", "a", 1), ("one", "b", 0), ("two", "a", 0)]
-    assert keys == {(*q, v) for q in asked for v in ("autoregressive", "ddtree-16")}
+    assert keys == {(*q, v) for q in asked for v in VARIANTS}
     assert len(lines) == len(keys)
     texts = {}
     for r in records:
@@ -53,7 +58,7 @@ def test_evaluate_and_resume(run, folder, monkeypatch):
     asked_again = []
     generate = runs.generate
     monkeypatch.setattr(runs, "generate", lambda t, d, p, c: asked_again.extend(p) or generate(t, d, p, c))
-    assert run("--methods", "autoregressive,ddtree", "--num-nodes", "16", "--turns", "2") == 0
+    assert run(*asked_for) == 0
     assert len(asked_again) == len(lines) - 2
     again = [json.loads(line) for line in (folder / "out" / "records.jsonl").read_text().splitlines()]
     assert {(r["set"], r["id"], r["turn"], r["variant"]) for r in again} == keys
@@ -69,6 +74,12 @@ def test_evaluate_and_resume(run, folder, monkeypatch):
             "settings.json: made with temperature = 0.0, this run has 1.0; use another folder",
         ),
         (["--methods", "medusa"], ["two.jsonl"], "method 'medusa' is unknown"),
+        (
+            ["--ngram", "2", "--methods", "autoregressive"],
+            ["two.jsonl"],
+            "settings.json: made with ngram = None, this run has 2; use another folder",
+        ),
+        (["--tree-choices", "[(0,), (1,), (0,)]"], ["two.jsonl"], "tree_choices: (0,) is there twice"),
         (["--num-nodes", "16,x"], ["two.jsonl"], "--num-nodes must be comma-separated integers; found '16,x'"),
         ([], ["missing.jsonl"], "missing.jsonl"),
         ([], ["two.jsonl", "two.jsonl"], "a prompt file named two was given already"),

@@ -4,13 +4,22 @@ import pytest
 
 from ddtree_jax.evaluation.plots import plot_all
 from ddtree_jax.evaluation.runs import Results
-from ddtree_jax.evaluation.summary import acceptance_by_depth, ends_in_loop, histogram, markdown, summarise
+from ddtree_jax.evaluation.summary import (
+    acceptance_by_depth,
+    best_widths,
+    ends_in_loop,
+    histogram,
+    markdown,
+    summarise,
+)
 
 
 def record(name, prompt, variant, lengths, seconds, tokens=None):
     tokens = tokens if tokens is not None else list(range(1 + sum(lengths)))
+    method, _, width = variant.partition("-")
     return {
-        "set": name, "id": prompt, "turn": 0, "variant": variant, "tokens": tokens, "text": "", "seconds": seconds,
+        "set": name, "id": prompt, "turn": 0, "variant": variant, "method": method,
+        "num_nodes": int(width) if width else None, "tokens": tokens, "text": "", "seconds": seconds,
         "accepted_lengths": lengths,
     }  # fmt: skip
 
@@ -55,6 +64,20 @@ def test_loops():
     assert ends_in_loop([5] * 17)
     assert not ends_in_loop([5] * 16)  # one 16-gram, not repeated
     assert not ends_in_loop([])
+
+
+def test_each_method_at_its_best_width():
+    wide = [record(r["set"], r["id"], "ddtree-32", [2, 3], s) for r, s in zip(RECORDS[3:], (0.1, 0.1, 9.0))]
+    look = [record(r["set"], r["id"], "lookup", [2, 3], 1.0) for r in RECORDS[3:]]
+    rows = summarise([*RECORDS, *wide, *look], "autoregressive")
+    speed = {r["variant"]: r["tokens_per_second"] for r in rows if r["set"] == "all"}
+    assert speed["ddtree-32"] > speed["ddtree-16"]  # on average, though it is slower on set b
+    shown = best_widths(rows)
+    assert [r["variant"] for r in shown if r["set"] == "b"] == ["autoregressive", "ddtree-32", "lookup"]
+    assert {r["set"] for r in shown} == {"a", "b", "all"}
+    # One set needs no average to decide.
+    alone = [r for r in summarise([*RECORDS, *wide], "autoregressive") if r["set"] == "b"]
+    assert [r["variant"] for r in best_widths(alone)] == ["autoregressive", "ddtree-16"]
 
 
 def test_plots(tmp_path):

@@ -20,6 +20,7 @@ SMALL |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=2, dtype=torch.float3
 # Widths differ from heads * head_dim wherever the family allows it: code that confuses the two cannot pass.
 NARROW = dict(hidden_size=48, head_dim=16, intermediate_size=64, **SMALL)
 WIDE = dict(hidden_size=64, intermediate_size=52, **SMALL)
+SPARSE = dict(hidden_size=32, head_dim=12, intermediate_size=40, **SMALL)
 
 # The context extensions start at 16 tokens, so that 40 tokens lie well inside the stretched region.
 LLAMA3 = dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -61,6 +62,32 @@ def models() -> dict[str, transformers.PreTrainedModel]:
         "qwen3": t.Qwen3ForCausalLM(t.Qwen3Config(num_hidden_layers=4, rope_parameters=million, **NARROW)),
         "qwen3_yarn": t.Qwen3ForCausalLM(
             t.Qwen3Config(num_hidden_layers=2, rope_parameters=YARN | EXTENDED, attention_bias=True, **NARROW)
+        ),
+        # Experts in the first and the last layer; every pass touches nearly all of them.
+        "qwen3_moe": t.Qwen3MoeForCausalLM(
+            t.Qwen3MoeConfig(
+                num_hidden_layers=3,
+                rope_parameters=million,
+                mlp_only_layers=[1],
+                num_experts=8,
+                num_experts_per_tok=3,
+                norm_topk_prob=True,
+                moe_intermediate_size=12,
+                **SPARSE,
+            )
+        ),
+        # Experts in every second layer, more than most passes touch; weights that do not sum to one.
+        "qwen3_moe_plain": t.Qwen3MoeForCausalLM(
+            t.Qwen3MoeConfig(
+                num_hidden_layers=2,
+                rope_parameters=million,
+                decoder_sparse_step=2,
+                num_experts=24,
+                num_experts_per_tok=2,
+                norm_topk_prob=False,
+                moe_intermediate_size=8,
+                **SPARSE,
+            )
         ),
     }
 

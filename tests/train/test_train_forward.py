@@ -28,10 +28,13 @@ def decoder_features(target, tokens, taps):
     return run(jnp.asarray(tokens)[None], positions, seen, cache)
 
 
-@pytest.mark.parametrize("windows,chunk_bytes", [((None, None), 2**31), ((5, None), 20000)])
-def test_features_of_packed_rows_are_those_of_each_document_alone(windows, chunk_bytes):
+@pytest.mark.parametrize(
+    "windows,chunk_bytes,moe",
+    [((None, None), 2**31, None), ((5, None), 20000, None), ((None, None), 2**31, testing.tiny_moe(2))],
+)
+def test_features_of_packed_rows_are_those_of_each_document_alone(windows, chunk_bytes, moe):
     rows = tiny_rows()
-    target = testing.tiny_target(num_layers=2, sliding_windows=windows)
+    target = testing.tiny_target(num_layers=2, sliding_windows=windows, moe=moe)
     found = jax.jit(target_features, static_argnums=(0, 4, 5))(
         target.config, target.params, jnp.asarray(rows.tokens), jnp.asarray(rows.starts), (0, 1), chunk_bytes
     )

@@ -1,0 +1,51 @@
+"""Options that commands share: how each method drafts."""
+
+import argparse
+import json
+from pathlib import Path
+
+from ddtree_jax.config import DecodeConfig
+from ddtree_jax.tree import PRESETS
+
+
+def add_drafting(parser: argparse.ArgumentParser, *, widths: str) -> None:
+    """Adds the options of the methods; `widths` is the default of --num-nodes."""
+    add = parser.add_argument
+    add("--num-nodes", default=widths, help="width of ddtree and lookup_tree, root included; several with commas")
+    add("--best-width", action="store_true", help="show each method at its fastest width only")
+    add("--draft-depth", type=int, help="tokens drafted a round; default: what the drafter was trained for")
+    add(
+        "--tree-choices", nargs="+", metavar="TREE",
+        help=f"static trees: {', '.join(PRESETS)}, a list such as '[(0,), (1,), (0, 0)]', "
+        "or a file of the command static-tree; default: eagle-1 down to the drafter's depth",
+    )  # fmt: skip
+    add("--ngram", type=int, default=DecodeConfig.ngram, help="longest run of last tokens that a look-up looks for")
+
+
+def parse_widths(text: str) -> list[int]:
+    """Comma-separated integers. Raises ValueError on anything else."""
+    try:
+        return [int(n) for n in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--num-nodes must be comma-separated integers; found {text!r}") from None
+
+
+def read_trees(given: list[str] | None) -> list[str | None]:
+    """What --tree-choices names, files replaced by their `tree_choices`; [None] (the default tree) if not given.
+
+    Raises ValueError naming a file that cannot be read or holds no tree.
+    """
+    return [_read_tree(Path(text)) if text.endswith(".json") else text for text in given or ()] or [None]
+
+
+def _read_tree(path: Path) -> str:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    tree = data.get("tree_choices") if isinstance(data, dict) else None
+    if not isinstance(tree, str):
+        raise ValueError(f'{path}: expected an object with the text "tree_choices", as static-tree writes it')
+    return tree

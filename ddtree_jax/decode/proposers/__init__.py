@@ -1,0 +1,19 @@
+"""Proposers: how a round gets its draft tree. The loop knows nothing else of a method."""
+
+from ddtree_jax.decode.proposers.autoregressive import NoDraft
+from ddtree_jax.decode.proposers.dflash import DFlashProposer
+from ddtree_jax.decode.proposers.lookup import LookupProposer
+from ddtree_jax.decode.proposers.protocol import Proposer, TextRows
+from ddtree_jax.decode.proposers.shapes import Chain, MostProbable, Shape, Static
+
+__all__ = [
+    "Chain",
+    "DFlashProposer",
+    "LookupProposer",
+    "MostProbable",
+    "NoDraft",
+    "Proposer",
+    "Shape",
+    "Static",
+    "TextRows",
+]

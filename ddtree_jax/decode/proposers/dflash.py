@@ -1,0 +1,73 @@
+"""DFlash drafters: one pass of a block gives a distribution for each of the next L tokens.
+
+Shape letters: B slots, L depths of the tree, P = L + 1 rows committed at most, V vocabulary.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ddtree_jax.config import DrafterConfig
+from ddtree_jax.decode.proposers.protocol import TextRows
+from ddtree_jax.decode.proposers.shapes import Shape
+from ddtree_jax.models.cache import KVCache
+from ddtree_jax.models.decoder import Decoder
+from ddtree_jax.models.dflash import DFlash
+from ddtree_jax.tree import DraftTree
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashProposer:
+    """A tree over the marginals of a DFlash block.
+
+    Attributes:
+      target: the decoder whose embedding and head the drafter shares.
+      config: of the drafter.
+      depth: slots drafted (at most `config.depth`); the tree may use fewer.
+      shape: which tree.
+    """
+
+    target: Decoder
+    config: DrafterConfig
+    depth: int
+    shape: Shape
+    uses_drafter: bool = True
+
+    @property
+    def max_path(self) -> int:
+        return self.shape.depths(self.depth) + 1
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.target_layer_ids
+
+    def init_cache(self, batch: int, rows: int) -> KVCache:
+        return KVCache.empty(self.config, batch=batch, rows=rows)
+
+    def log_probs(self, params: Any, target_params: Any, cache: KVCache, root: jax.Array) -> jax.Array:
+        """The drafter's marginals, [B, L, V] float32."""
+        c = self.config
+        slots = self.depth if c.sample_from_anchor else self.depth + 1
+        masks = jnp.full((root.shape[0], slots - 1), c.mask_token_id, jnp.int32)
+        tokens = jnp.concatenate([root[:, None], masks], axis=1)
+        block = self.target.apply({"params": target_params}, tokens, method=Decoder.embed_tokens)
+        if c.embedding_scale != 1.0:
+            block = block * jnp.asarray(c.embedding_scale, block.dtype)
+        hidden = DFlash(c).apply({"params": params}, block, cache)
+        hidden = hidden if c.sample_from_anchor else hidden[:, 1:]
+        # All slots are drafted together, as the drafter was trained; only those that the tree uses need logits.
+        hidden = hidden[:, : self.shape.depths(self.depth)]
+        dtype = self.target.config.jax_dtype
+        logits = self.target.apply({"params": target_params}, hidden.astype(dtype), method=Decoder.logits)
+        logits = logits * c.output_multiplier
+        if c.logit_softcap is not None:
+            logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
+        return jax.nn.log_softmax(logits, axis=-1)
+
+    def propose(self, params: Any, target_params: Any, cache: KVCache, root: jax.Array) -> DraftTree:
+        return self.shape.build(self.log_probs(params, target_params, cache, root), root)
+
+    def absorb(self, params: Any, target_params: Any, cache: KVCache, rows: TextRows) -> KVCache:
+        return DFlash(self.config).apply({"params": params}, rows.features, rows.count, cache, method=DFlash.absorb)
