@@ -65,18 +65,24 @@ class Work:
 def pass_work(config: TargetConfig | DrafterConfig, rows: int, context: int) -> Work:
     """Matrices and attention of one pass of `rows` tokens; a target's head included, its embedding not.
 
-    A drafter's `fc` belongs to the commit and is left out.
+    A drafter's `fc` belongs to the commit and is left out. Of experts, those count that so many tokens are expected to
+    choose if all are as likely.
     """
     c, itemsize = config, config.jax_dtype.itemsize
-    matrices = [x.size for x in jax.tree.leaves(abstract_params(c)) if len(x.shape) == 2]
+    leaves = jax.tree.leaves(abstract_params(c))
     if isinstance(c, DrafterConfig):
         outside = _features(c) * c.hidden_size
     else:
         outside = 0 if c.tie_embeddings else c.vocab_size * c.hidden_size
-    size = sum(matrices) - outside
+    dense = sum(x.size for x in leaves if len(x.shape) == 2) - outside
+    experts, share, touched = sum(x.size for x in leaves if len(x.shape) == 3), 0.0, 0.0
+    if experts:
+        share = c.moe.experts_per_token / c.moe.num_experts
+        touched = 1 - (1 - share) ** rows
     keys_values = 2 * c.num_layers * c.num_kv_heads * context * c.head_dim * itemsize
     attention = 4 * c.num_layers * rows * (context + rows) * c.num_heads * c.head_dim
-    return Work(size * itemsize + keys_values, 2 * rows * size + attention)
+    size_read, size_used = dense + experts * touched, dense + experts * share
+    return Work(size_read * itemsize + keys_values, 2 * rows * size_used + attention)
 
 
 def _features(drafter: DrafterConfig) -> int:
@@ -182,7 +188,8 @@ def shortened(shape: str, num_layers: int | None) -> tuple[TargetConfig, Drafter
     if num_layers is None:
         return target, drafter
     taps = default_taps(num_layers, min(len(drafter.target_layer_ids), max(1, num_layers - 3)))
-    target = dataclasses.replace(target, num_layers=num_layers, sliding_windows=(None,) * num_layers)
+    moe = target.moe and dataclasses.replace(target.moe, sparse=target.moe.sparse[:num_layers])
+    target = dataclasses.replace(target, num_layers=num_layers, sliding_windows=(None,) * num_layers, moe=moe)
     return target, dataclasses.replace(drafter, target_num_layers=num_layers, target_layer_ids=taps)
 
 
