@@ -49,7 +49,7 @@ TARGETS = {
         rope=RopeConfig(theta=1e5),
     ),
     "tiny": _target(
-        "llama", 4, 4, 2, 16, hidden_size=64, intermediate_size=128, tie_embeddings=True, vocab_size=512,
+        "llama", 2, 4, 2, 16, hidden_size=64, intermediate_size=128, tie_embeddings=True, vocab_size=512,
         rope=RopeConfig(),
     ),
 }  # fmt: skip

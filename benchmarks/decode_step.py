@@ -9,9 +9,9 @@ Weights are random, at the real shapes, and made on the device; a sequence at a 
 milliseconds in a loop on the device with the context held at one length (`_rounds`). Each part is timed in a loop of
 its own, so parts need not add up to the round: XLA fuses across their borders, or rereads what the cache has kept.
 
-Floor: for the draft and for the verification, the bytes of every weight that it must read (the shared head counts for
-each) and of the keys and values of the context over 4.39 TB/s, or the arithmetic over 790 TFLOP/s, whichever takes
-longer. Tokens per second are a projection: the mean accepted length that the paper published for this target and
+Floor: for draft, verification and commit, the bytes of every weight that each must read (the shared head counts twice)
+and of the keys and values of the context over 4.39 TB/s, or the arithmetic over 790 TFLOP/s, whichever takes longer;
+their sum. Tokens per second are a projection: the mean accepted length that the paper published for this target and
 width, over our time of a round.
 """
 
@@ -36,6 +36,8 @@ from ddtree_jax.decode.plan import make_proposer
 from ddtree_jax.models import layers
 from ddtree_jax.models.abstract import abstract_params
 from ddtree_jax.models.decoder import Decoder
+
+METHODS = ("autoregressive", "dflash", "ddtree")
 
 # Mean tokens a round on MATH-500 at temperature 0, arXiv 2604.12989: the chain from its Table 1, trees read off its
 # figure of the budget (Qwen3-8B only). A budget of B counts nodes below the root; our N counts the root.
@@ -65,23 +67,33 @@ class Work:
 def pass_work(config: TargetConfig | DrafterConfig, rows: int, context: int) -> Work:
     """Matrices and attention of one pass of `rows` tokens; a target's head included, its embedding not.
 
-    A drafter's `fc` and the keys and values of committed rows belong to the commit, and are left out.
+    A drafter's `fc` belongs to the commit and is left out. Of experts, those count that so many tokens are expected to
+    choose if all are as likely.
     """
     c, itemsize = config, config.jax_dtype.itemsize
-    matrices = [x.size for x in jax.tree.leaves(abstract_params(c)) if len(x.shape) == 2]
+    leaves = jax.tree.leaves(abstract_params(c))
     if isinstance(c, DrafterConfig):
-        outside = len(c.target_layer_ids) * c.target_hidden_size * c.hidden_size
+        outside = _features(c) * c.hidden_size
     else:
         outside = 0 if c.tie_embeddings else c.vocab_size * c.hidden_size
-    size = sum(matrices) - outside
+    dense = sum(x.size for x in leaves if len(x.shape) == 2) - outside
+    experts, share, touched = sum(x.size for x in leaves if len(x.shape) == 3), 0.0, 0.0
+    if experts:
+        share = c.moe.experts_per_token / c.moe.num_experts
+        touched = 1 - (1 - share) ** rows
     keys_values = 2 * c.num_layers * c.num_kv_heads * context * c.head_dim * itemsize
     attention = 4 * c.num_layers * rows * (context + rows) * c.num_heads * c.head_dim
-    return Work(size * itemsize + keys_values, 2 * rows * size + attention)
+    size_read, size_used = dense + experts * touched, dense + experts * share
+    return Work(size_read * itemsize + keys_values, 2 * rows * size_used + attention)
 
 
-def head_work(target: TargetConfig, rows: int) -> Work:
-    size = target.vocab_size * target.hidden_size
-    return Work(size * target.jax_dtype.itemsize, 2 * rows * size)
+def _features(drafter: DrafterConfig) -> int:
+    """Width of the target's features that the drafter takes in."""
+    return len(drafter.target_layer_ids) * drafter.target_hidden_size
+
+
+def matrix_work(config: TargetConfig | DrafterConfig, outputs: int, inputs: int, rows: int) -> Work:
+    return Work(outputs * inputs * config.jax_dtype.itemsize, 2 * rows * outputs * inputs)
 
 
 def round_work(target: TargetConfig, drafter: DrafterConfig, method: str, nodes: int, context: int) -> dict[str, Work]:
@@ -89,8 +101,10 @@ def round_work(target: TargetConfig, drafter: DrafterConfig, method: str, nodes:
     verify = pass_work(target, nodes, context)
     if method == "autoregressive":
         return {"verify": verify}
-    draft = pass_work(drafter, drafter.block_size, context) + head_work(target, drafter.depth)
-    return {"draft": draft, "verify": verify}
+    head = matrix_work(target, target.vocab_size, target.hidden_size, drafter.depth)
+    draft = pass_work(drafter, drafter.block_size, context) + head
+    commit = matrix_work(drafter, drafter.hidden_size, _features(drafter), drafter.depth + 1)
+    return {"draft": draft, "verify": verify, "accept+commit": commit}
 
 
 def variants(methods: list[str], nodes: list[int], depth: int) -> list[tuple[str, int]]:
@@ -176,7 +190,8 @@ def shortened(shape: str, num_layers: int | None) -> tuple[TargetConfig, Drafter
     if num_layers is None:
         return target, drafter
     taps = default_taps(num_layers, min(len(drafter.target_layer_ids), max(1, num_layers - 3)))
-    target = dataclasses.replace(target, num_layers=num_layers, sliding_windows=(None,) * num_layers)
+    moe = target.moe and dataclasses.replace(target.moe, sparse=target.moe.sparse[:num_layers])
+    target = dataclasses.replace(target, num_layers=num_layers, sliding_windows=(None,) * num_layers, moe=moe)
     return target, dataclasses.replace(drafter, target_num_layers=num_layers, target_layer_ids=taps)
 
 

@@ -89,14 +89,15 @@ class Variant:
 
 
 def variety(shape: Shape, limit: int) -> list[Config]:
-    """The best candidates by the model, three at most of each kind, so that a wrong model does not hide the best."""
+    """The best candidates by the model, two at most of each kind, so that a wrong model does not hide the best."""
     kept, seen = [], {}
     for candidate in config.candidates(shape):
         kind = candidate.splits, candidate.cluster, candidate.block, candidate.consumers
         seen[kind] = seen.get(kind, 0) + 1
-        if seen[kind] <= 3:
+        if seen[kind] <= 2:
             kept.append(candidate)
-    return kept[:limit]
+    kept = kept[:limit]
+    return kept + [dataclasses.replace(c, stagger=5) for c in kept[: -(-limit // 4)]]
 
 
 def measure_all(name: str, rows: int, weights: list[jax.Array], variants: list[Variant]) -> list[dict]:
@@ -148,7 +149,7 @@ def measure_all(name: str, rows: int, weights: list[jax.Array], variants: list[V
                 gb_per_s=round(shape.bytes / net / 1e3), error=float(error),
             )  # fmt: skip
             records.append(record)
-            fields = ("tile", "splits", "cluster", "consumers", "block", "stages")
+            fields = ("tile", "splits", "cluster", "consumers", "block", "stages", "stagger")
             sizes = " ".join(f"{field} {record[field]}" for field in fields if field in record)
             print(
                 f"{name:>20} {rows:4d} {variant.name:<10} {net:8.1f} us (+{glue_us:5.1f})  floor {floor_us:6.1f}  "
@@ -173,7 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="layers whose name contains this")
     parser.add_argument("--rows", default="1,16,64,128,256")
-    parser.add_argument("--sweep", type=int, nargs="?", const=16, default=0, help="candidates a shape (default 16)")
+    parser.add_argument("--sweep", type=int, nargs="?", const=12, default=0, help="candidates a shape (default 12)")
     parser.add_argument("--skip-xla", action="store_true")
     parser.add_argument("--skip-ours", action="store_true", help="for machines without a Hopper GPU")
     args = parser.parse_args()

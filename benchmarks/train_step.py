@@ -53,7 +53,7 @@ def main() -> None:
         mask_token_id=target.vocab_size - 1, num_layers=args.layers, block_size=args.block_size, loss=args.loss,
         sequence_length=args.sequence_length, batch_size=args.batch_size, anchors=args.anchors,
         head_rows=args.head_rows, attention_mib=args.attention_mib, remat=args.remat,
-        num_taps=min(5, target.num_layers - 3),
+        num_taps=min(5, max(1, target.num_layers - 3)),
     )  # fmt: skip
     models, params = Models.of(config, target), random_params(target)
     tokens = np.random.default_rng(0).integers(0, target.vocab_size - 1, args.sequence_length, dtype=np.int32)

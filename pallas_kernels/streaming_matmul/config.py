@@ -63,6 +63,8 @@ class Config:
       block: inner columns of one step of the ring, a multiple of 64.
       stages: steps in flight.
       limit: thread blocks launched at most; each then takes several tiles.
+      stagger: inner blocks by which each thread block starts further on (and wraps around), so that not all of them
+        read the same columns of the weights, which may lie in few memory channels, at a time; 0 for none.
     """
 
     tile: int
@@ -72,6 +74,7 @@ class Config:
     block: int
     stages: int
     limit: int = _MULTIPROCESSORS
+    stagger: int = 0
 
     def row_tiles(self, shape: Shape) -> int:
         """Tiles of 64 rows that each consumer holds."""
@@ -104,6 +107,7 @@ class Config:
         require("consumers", "1..4, not more than tiles of 64 rows", 1 <= self.consumers <= _row_tiles(shape))
         require("stages", "2 or more", self.stages >= 2)
         require("limit", "cluster or more", self.limit >= self.cluster)
+        require("stagger", "0 or more", self.stagger >= 0)
 
     @property
     def consumer_registers(self) -> int:
@@ -122,12 +126,10 @@ def _row_tiles(shape: Shape) -> int:
 
 
 def epilogue_columns(shape: Shape, config: Config) -> int:
-    """Columns of a tile that pass through shared memory at a time: at most 24 KiB of each consumer."""
+    """Columns of a tile that pass through shared memory at a time: at most 28 KiB a consumer, rows of 32 bytes."""
     size = jnp.dtype(shape.out_dtype if config.splits == 1 else "float32").itemsize
-    parts = next(
-        n for n in itertools.count(1) if config.tile % (16 * n) == 0 and ROWS * config.tile // n * size <= 24576
-    )
-    return config.tile // parts
+    parts = (n for n in range(1, config.tile) if config.tile * size % (32 * n) == 0)
+    return next(config.tile // n for n in parts if ROWS * config.tile // n * size <= 28 * 1024)
 
 
 def shared_bytes(shape: Shape, config: Config, stages: int) -> int:

@@ -144,6 +144,13 @@ class _Span:
         total, split = self._config.blocks(self._shape), self.split(n)
         return lax.div(split * total, self._config.splits), lax.div((split + 1) * total, self._config.splits)
 
+    def column(self, n, k):
+        """First inner column of the k-th block to be read."""
+        if self._config.stagger:
+            first, end = self.blocks(n)
+            k = first + lax.rem(k - first + self._worker * self._config.stagger, end - first)
+        return k * self._config.block
+
 
 def _produce(shape, config, early_weights, interpreted, span, x_g, w_g, scratch):
     """Streams all items' blocks of weights and x through the ring."""
@@ -156,12 +163,12 @@ def _produce(shape, config, early_weights, interpreted, span, x_g, w_g, scratch)
         place, tile = lax.rem(step, stages), jnp.minimum(span.tile(n), last_tile)
         for panel in range(shape.panels):
             rows = pl.ds(panel * shape.features + tile * config.tile, config.tile)
-            source = w_g.at[rows, pl.ds(k * config.block, config.block)]
+            source = w_g.at[rows, pl.ds(span.column(n, k), config.block)]
             plgpu.copy_gmem_to_smem(source, scratch["w_s"].at[place, panel], full.at[place])
 
-    def copy_x(k, step):
+    def copy_x(n, k, step):
         place = lax.rem(step, stages)
-        source = x_g.at[pl.ds(0, x_rows), pl.ds(k * config.block, config.block)]
+        source = x_g.at[pl.ds(0, x_rows), pl.ds(span.column(n, k), config.block)]
         shared = dict(collective_axes="peer") if config.cluster > 1 else {}
         plgpu.copy_gmem_to_smem(source, scratch["x_s"].at[place], full.at[place], **shared)
 
@@ -174,7 +181,7 @@ def _produce(shape, config, early_weights, interpreted, span, x_g, w_g, scratch)
     lax.fori_loop(0, primed, lambda j, _: copy_weights(0, first + j, j), None)
     if early_weights and not interpreted:
         plgpu.griddepcontrol_wait()
-    lax.fori_loop(0, primed, lambda j, _: copy_x(first + j, j), None)
+    lax.fori_loop(0, primed, lambda j, _: copy_x(0, first + j, j), None)
 
     def item(n, step):
         first, end = span.blocks(n)
@@ -185,7 +192,7 @@ def _produce(shape, config, early_weights, interpreted, span, x_g, w_g, scratch)
                 plgpu.barrier_wait(free.at[lax.rem(step, stages)])
 
             copy_weights(n, k, step)
-            copy_x(k, step)
+            copy_x(n, k, step)
             return step + 1
 
         return lax.fori_loop(first + jnp.where(n == 0, primed, 0), end, block, step)

@@ -1,5 +1,7 @@
 """The loop stays on the device: no recompilation inside a bucket, no host transfer, donated caches, honest state."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,6 +59,19 @@ def test_no_transfer_in_the_loop(pair, method):
     with jax.transfer_guard("disallow"):
         state = call(*args)
     assert state.num_tokens.tolist() == [24]
+
+
+def test_a_round_copies_no_cache_and_no_weight(pair):
+    """Copies in the optimised program, by shape: caches are written in place, weights read where they lie."""
+    plan, args = arguments(pair, [[1, 2, 3]])
+    params, request, _, _, state = args
+    text = device.advance.lower(plan.loop, params, request, state, ALL_ROUNDS).compile().as_text()
+    big = [x for x in jax.tree.leaves((params, state.target_cache, state.drafter_cache)) if x.ndim > 1]
+    shapes = {f"f32[{','.join(map(str, x.shape))}]" for x in big}
+    made = re.findall(r"= (\w+\[[\d,]*\])\S* (\S+)\(", text)
+    assert {op for shape, op in made if shape in shapes} >= {"parameter", "get-tuple-element"}
+    copies = {"copy", "copy-start", "transpose", "pad", "concatenate", "slice", "dynamic-slice", "convert"}
+    assert [(shape, op) for shape, op in made if shape in shapes and op in copies] == []
 
 
 @METHODS

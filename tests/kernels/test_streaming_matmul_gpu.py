@@ -26,7 +26,7 @@ class TestGpu(StreamingMatmulSuite):
         *(Case(rows=m, features=6144, inputs=4096) for m in (1, 3, 8, 9, 16, 63, 64, 65, 100, 128, 129, 192, 256)),
         *(Case(rows=m, features=12288, inputs=4096, swiglu=True) for m in (1, 64, 128, 200, 256)),
         *(Case(rows=m, features=4096, inputs=12288) for m in (1, 16, 64, 128, 256)),
-        *(Case(rows=m, features=151936, inputs=4096, out_dtype="float32") for m in (1, 64, 256)),
+        *(Case(rows=m, features=38016, inputs=4096, out_dtype="float32") for m in (1, 64, 256)),
         Case(rows=64, features=17408, inputs=5120, swiglu=True, dtype="float16"),
         Case(rows=33, features=192, inputs=192),
         # Named configurations: tiles past the end, uneven splits, clusters, several tiles a thread block.
@@ -39,6 +39,7 @@ class TestGpu(StreamingMatmulSuite):
         Case(rows=256, features=448, inputs=384, swiglu=True, config=config(consumers=2, tile=48)),
         Case(rows=16, features=192, inputs=256, config=config(cluster=2)),
         Case(rows=70, features=320, inputs=512, config=config(cluster=2, consumers=2, splits=2, limit=4)),
+        Case(rows=70, features=4160, inputs=1024, config=config(stagger=5, consumers=2, splits=2)),
         Case(rows=70, features=4160, inputs=1024, swiglu=True, config=config(cluster=2, consumers=2, limit=8)),
     )
 

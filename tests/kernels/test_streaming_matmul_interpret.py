@@ -24,6 +24,8 @@ class TestInterpreted(StreamingMatmulSuite):
         Case(rows=16, features=320, inputs=256, out_dtype="float32", config=config(tile=256, limit=1, stages=2)),
         # Uneven splits: 5 blocks in 2 parts; items of several splits for one worker.
         Case(rows=24, features=128, inputs=320, config=config(splits=2, limit=3)),
+        # Thread blocks that start at different places.
+        Case(rows=8, features=192, inputs=448, config=config(stagger=3, splits=2, limit=4, cluster=2, stages=2)),
         # Gate and up: fused, and split.
         Case(rows=40, features=192, inputs=256, swiglu=True, config=config(tile=80, limit=2, stages=2)),
         Case(rows=40, features=128, inputs=256, swiglu=True, config=config(tile=48, splits=2)),
