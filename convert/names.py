@@ -21,11 +21,14 @@ class Parameter:
       path: "layers_0/self_attn/qkv_proj/weight".
       sources: (tensor name, shape) in order of rows.
       stack: how many matrices of equally many rows the parameter is cut into, along a new first axis; 0 for none.
+      target_ids: the sources are whole numbers, each the target's id of a drafter's token less the drafter's own id.
+        The parameter holds the target's ids, int32 whatever the dtype of the others.
     """
 
     path: str
     sources: tuple[tuple[str, tuple[int, ...]], ...]
     stack: int = 0
+    target_ids: bool = False
 
     @property
     def rows_shape(self) -> tuple[int, ...]:
@@ -119,9 +122,11 @@ def _target(c: TargetConfig) -> Iterator[Parameter]:
 
 
 def _drafter(c: DrafterConfig) -> Iterator[Parameter]:
-    """DFlash in the z-lab layout: no prefix, no embedding, no head."""
+    """DFlash: no prefix; embedding, head and the table of a reduced vocabulary only where the drafter has its own."""
     hidden, bias = c.hidden_size, c.attention_bias
     query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    if c.own_embedding:
+        yield _one("embed/weight", "embed_tokens.weight", c.target_vocab_size, hidden)
     yield _one("fc/weight", "fc.weight", hidden, len(c.target_layer_ids) * c.target_hidden_size)
     yield _one("hidden_norm/weight", "hidden_norm.weight", hidden)
     for i in range(c.num_layers):
@@ -136,6 +141,26 @@ def _drafter(c: DrafterConfig) -> Iterator[Parameter]:
         yield _one(f"{to}/post_attention_layernorm/weight", f"{source}.post_attention_layernorm.weight", hidden)
         yield from _mlp(f"{to}/mlp", f"{source}.mlp", hidden, c.intermediate_size)
     yield _one("norm/weight", "norm.weight", hidden)
+    if c.own_head:
+        yield _one("lm_head/weight", "lm_head.weight", c.vocab_size, hidden)
+    if c.draft_vocab_size is not None:
+        yield Parameter("d2t/target_ids", (("d2t", (c.draft_vocab_size,)),), target_ids=True)
+
+
+_DRAFTER_PREFIXES = ("dflash_module.", "model.")
+_DRAFTER_ALIASES = {
+    "encoder.fc.": "fc.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+    "midlayer.": "layers.0.",
+}
+
+
+def drafter_name(name: str) -> str:
+    """The z-lab name of a tensor of a drafter: prefixes of training frameworks taken away, other writers' names put."""
+    for prefix in _DRAFTER_PREFIXES:
+        name = name.removeprefix(prefix)
+    alias = next((alias for alias in _DRAFTER_ALIASES if name.startswith(alias)), "")
+    return _DRAFTER_ALIASES[alias] + name.removeprefix(alias) if alias else name
 
 
 _TARGETS = {name: _target for name in ARCHITECTURES}

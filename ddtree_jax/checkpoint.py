@@ -29,6 +29,7 @@ FORMAT = "ddtree_jax"
 VERSION = 1
 CONFIGS = {"target": TargetConfig, "drafter": DrafterConfig}
 _RESERVED = ("config.json", "params")
+_ID_TABLES = ("d2t/target_ids",)  # int32, whatever the dtype of the weights
 # Small groups are written together: each write costs a few tenths of a second whatever its size.
 _BATCH_BYTES = 32 * 2**20
 # Orbax stages this much on the host at a time while it reads, or two tensors if that is more.
@@ -58,13 +59,14 @@ class CheckpointWriter:
         self._parameters = 0
 
     def add_group(self, name: str, tree: Mapping[str, Any]) -> None:
-        """Takes `params[name]`: nested dicts of numpy or jax arrays in the dtype of the config."""
+        """Takes `params[name]`: nested dicts of numpy or jax arrays in the dtype of the config, ids in int32."""
         if name in self._groups:
             raise CheckpointError(f"params/{name}: written twice")
         leaves = _flatten({name: tree})
         for path, leaf in leaves.items():
-            if str(leaf.dtype) != self._config.dtype:
-                raise CheckpointError(f"params/{path}: dtype: expected {self._config.dtype}, found {leaf.dtype}")
+            dtype = "int32" if path in _ID_TABLES else self._config.dtype
+            if str(leaf.dtype) != dtype:
+                raise CheckpointError(f"params/{path}: dtype: expected {dtype}, found {leaf.dtype}")
             self._parameters += math.prod(leaf.shape)
         size = sum(leaf.nbytes for leaf in leaves.values())
         if self._waiting_bytes + size > _BATCH_BYTES:

@@ -140,11 +140,11 @@ class TargetConfig(_ModelConfig):
 class DrafterConfig(_ModelConfig):
     """A DFlash block-diffusion drafter (arXiv 2602.06036).
 
-    The drafter owns neither embedding nor head: both are the target's.
+    Embedding and head are the target's, unless the drafter has its own.
 
     Attributes:
       block_size: slots of a block, the anchor included.
-      mask_token_id: row of the target's embedding that stands for "to be predicted".
+      mask_token_id: row of the embedding that stands for "to be predicted".
       target_layer_ids: taps; l means the residual stream after the target's zero-based block l.
       target_hidden_size, target_num_layers, target_vocab_size: what the drafter was trained on.
       causal: per layer, whether a slot sees only earlier slots of its block.
@@ -152,6 +152,9 @@ class DrafterConfig(_ModelConfig):
       sample_from_anchor: False (z-lab): slot i predicts its own position, slot 0 nothing.
         True (DSpark, DeepSpec): slot i predicts the position after it, slot 0 included.
       output_multiplier, logit_softcap, embedding_scale: scale and tanh cap of the logits, scale of the block input.
+      own_embedding: the drafter holds the embedding of its block, one row a token of the target.
+      own_head: the drafter holds its head.
+      draft_vocab_size: rows of a head over a part of the target's tokens, which a table names; None for all of them.
     """
 
     hidden_size: int
@@ -175,12 +178,20 @@ class DrafterConfig(_ModelConfig):
     output_multiplier: float = 1.0
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
+    own_embedding: bool = False
+    own_head: bool = False
+    draft_vocab_size: int | None = None
     dtype: str = "bfloat16"
 
     @property
     def depth(self) -> int:
         """L: how many future tokens one block predicts."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def vocab_size(self) -> int:
+        """V of the drafter's distributions."""
+        return self.draft_vocab_size or self.target_vocab_size
 
 
 def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:

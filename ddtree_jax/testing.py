@@ -70,9 +70,13 @@ def tiny_target(seed: int = 0, *, scale: float = 4.0, **overrides) -> Target:
 
 
 def tiny_drafter(target: Target, seed: int = 1, **overrides) -> Drafter:
-    """A random drafter for `target`."""
+    """A random drafter for `target`; of a reduced vocabulary the tokens are any of the target's."""
     config = tiny_drafter_config(target.config, **overrides)
-    return Drafter(config, _init(config, seed))
+    params = _init(config, seed)
+    if config.draft_vocab_size is not None:
+        ids = np.random.default_rng(seed).permutation(config.target_vocab_size)[: config.draft_vocab_size]
+        params = {**params, "d2t": {"target_ids": jnp.asarray(ids, jnp.int32)}}
+    return Drafter(config, params)
 
 
 def random_dflash(

@@ -42,8 +42,9 @@ def check_fits(drafter: DrafterConfig, target: TargetConfig) -> None:
 
     d, t = drafter, target
     require("target_hidden_size", t.hidden_size, d.target_hidden_size, d.target_hidden_size == t.hidden_size)
-    # Block input and output pass through the target's embedding and head.
-    require("hidden_size", t.hidden_size, d.hidden_size, d.hidden_size == t.hidden_size)
+    if not (d.own_embedding and d.own_head):
+        # Block input or output passes through the target's embedding or head.
+        require("hidden_size", t.hidden_size, d.hidden_size, d.hidden_size == t.hidden_size)
     require("target_num_layers", t.num_layers, d.target_num_layers, d.target_num_layers == t.num_layers)
     require("target_vocab_size", t.vocab_size, d.target_vocab_size, d.target_vocab_size == t.vocab_size)
     require("block_size", "2 or more", d.block_size, d.block_size >= 2)

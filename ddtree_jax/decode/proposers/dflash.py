@@ -1,6 +1,9 @@
 """DFlash drafters: one pass of a block gives a distribution for each of the next L tokens.
 
-Shape letters: B slots, L depths of the tree, P = L + 1 rows committed at most, V vocabulary.
+A drafter may have fewer tokens than its target: distributions and the tree's building stay in the drafter's ids, and
+only the tokens that made it into the tree are looked up.
+
+Shape letters: B slots, L depths of the tree, P = L + 1 rows committed at most, V vocabulary of the drafter.
 """
 
 import dataclasses
@@ -23,7 +26,7 @@ class DFlashProposer:
     """A tree over the marginals of a DFlash block.
 
     Attributes:
-      target: the decoder whose embedding and head the drafter shares.
+      target: the decoder whose embedding and head serve a drafter that has none.
       config: of the drafter.
       depth: slots drafted (at most `config.depth`); the tree may use fewer.
       shape: which tree.
@@ -52,22 +55,33 @@ class DFlashProposer:
         slots = self.depth if c.sample_from_anchor else self.depth + 1
         masks = jnp.full((root.shape[0], slots - 1), c.mask_token_id, jnp.int32)
         tokens = jnp.concatenate([root[:, None], masks], axis=1)
-        block = self.target.apply({"params": target_params}, tokens, method=Decoder.embed_tokens)
+        if c.own_embedding:
+            block = DFlash(c).apply({"params": params}, tokens, method=DFlash.embed_tokens)
+        else:
+            block = self.target.apply({"params": target_params}, tokens, method=Decoder.embed_tokens)
         if c.embedding_scale != 1.0:
             block = block * jnp.asarray(c.embedding_scale, block.dtype)
         hidden = DFlash(c).apply({"params": params}, block, cache)
         hidden = hidden if c.sample_from_anchor else hidden[:, 1:]
         # All slots are drafted together, as the drafter was trained; only those that the tree uses need logits.
         hidden = hidden[:, : self.shape.depths(self.depth)]
-        dtype = self.target.config.jax_dtype
-        logits = self.target.apply({"params": target_params}, hidden.astype(dtype), method=Decoder.logits)
+        if c.own_head:
+            logits = DFlash(c).apply({"params": params}, hidden, method=DFlash.logits)
+        else:
+            dtype = self.target.config.jax_dtype
+            logits = self.target.apply({"params": target_params}, hidden.astype(dtype), method=Decoder.logits)
         logits = logits * c.output_multiplier
         if c.logit_softcap is not None:
             logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
         return jax.nn.log_softmax(logits, axis=-1)
 
     def propose(self, params: Any, target_params: Any, cache: KVCache, root: jax.Array) -> DraftTree:
-        return self.shape.build(self.log_probs(params, target_params, cache, root), root)
+        tree = self.shape.build(self.log_probs(params, target_params, cache, root), root)
+        if self.config.draft_vocab_size is None:
+            return tree
+        drafted = DFlash(self.config).apply({"params": params}, tree.tokens, method=DFlash.target_ids)
+        # Root and padding, both of depth 0, are not the drafter's tokens.
+        return dataclasses.replace(tree, tokens=jnp.where(tree.depth > 0, drafted, tree.tokens))
 
     def absorb(self, params: Any, target_params: Any, cache: KVCache, rows: TextRows) -> KVCache:
         return DFlash(self.config).apply({"params": params}, rows.features, rows.count, cache, method=DFlash.absorb)
