@@ -5,6 +5,7 @@ from pathlib import Path
 
 from convert.errors import mismatch
 from convert.fields import Fields
+from convert.hybrid_config import hybrid_settings
 from convert.rope_config import rope_config
 from ddtree_jax.config import TargetConfig
 
@@ -22,6 +23,8 @@ class _Architecture:
       qkv_bias, o_bias: fixed, or None where `attention_bias` decides.
       head_dim: default where the config has none; None means hidden_size / num_attention_heads.
       windows: whether layers may have sliding windows.
+      hybrid: most layers are Gated DeltaNet.
+      nested: the text model's settings lie inside `text_config`.
     """
 
     class_name: str
@@ -30,12 +33,18 @@ class _Architecture:
     o_bias: bool | None = None
     head_dim: int | None = None
     windows: bool = True
+    hybrid: bool = False
+    nested: bool = False
 
 
+_HYBRID = dict(qk_norm=True, head_dim=256, windows=False, hybrid=True)
 ARCHITECTURES = {
     "llama": _Architecture("LlamaForCausalLM", windows=False),
     "qwen2": _Architecture("Qwen2ForCausalLM", qkv_bias=True, o_bias=False),
     "qwen3": _Architecture("Qwen3ForCausalLM", qk_norm=True, head_dim=128),
+    "qwen3_5": _Architecture("Qwen3_5ForConditionalGeneration", nested=True, **_HYBRID),
+    "qwen3_5_text": _Architecture("Qwen3_5ForCausalLM", **_HYBRID),
+    "qwen3_next": _Architecture("Qwen3NextForCausalLM", **_HYBRID),
 }
 
 
@@ -57,6 +66,9 @@ def target_config(folder: Path, dtype: str | None = None) -> TargetConfig:
         hint = " (a drafter: python -m convert drafter)" if "DFlash" in str(classes) else ""
         raise config.error("architectures", expected=[architecture.class_name], found=f"{classes}{hint}")
     refuse_variants(config)
+    if architecture.nested:
+        config = text_config(config)
+        refuse_variants(config)
     bias = config.flag("attention_bias", False)
     layers = config.integer("num_hidden_layers")
     heads, kv_heads = head_counts(config, default_to_heads=name == "llama")
@@ -65,6 +77,7 @@ def target_config(folder: Path, dtype: str | None = None) -> TargetConfig:
     else:
         config.only("sliding_window", (None,), None)
         windows = (None,) * layers
+    size = head_dim(config, heads, architecture.head_dim)
     return TargetConfig(
         architecture=name,
         vocab_size=config.integer("vocab_size"),
@@ -73,9 +86,9 @@ def target_config(folder: Path, dtype: str | None = None) -> TargetConfig:
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=head_dim(config, heads, architecture.head_dim),
+        head_dim=size,
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=rope_config(config),
+        rope=rope_config(config, partial=architecture.hybrid),
         qk_norm=architecture.qk_norm,
         qkv_bias=bias if architecture.qkv_bias is None else architecture.qkv_bias,
         o_bias=bias if architecture.o_bias is None else architecture.o_bias,
@@ -84,7 +97,21 @@ def target_config(folder: Path, dtype: str | None = None) -> TargetConfig:
         max_position=config.integer("max_position_embeddings"),
         stop_token_ids=stop_token_ids(folder, config),
         dtype=dtype or stored_dtype(config),
+        **(hybrid_settings(config, layers, size) if architecture.hybrid else {}),
     )
+
+
+def text_config(config: Fields) -> Fields:
+    """The settings of the text model inside those of a model with vision; what it leaves open holds for both."""
+    text = config.nested("text_config")
+    key = "tie_word_embeddings"
+    if key in config and key in text and config.flag(key) != text.flag(key):
+        raise text.error(key, expected=f"{config.data[key]}, as outside of text_config", found=text.data[key])
+    outer = {k: config.data[k] for k in ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype") if k in config}
+    inner = {k: v for k, v in text.data.items() if v is not None}
+    if "dtype" in inner or "torch_dtype" in inner:
+        outer = {k: v for k, v in outer.items() if "dtype" not in k}
+    return Fields(config.file, outer | inner, text.prefix)
 
 
 def refuse_variants(config: Fields) -> None:

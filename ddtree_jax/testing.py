@@ -17,7 +17,14 @@ import tokenizers.decoders
 import tokenizers.models
 import tokenizers.pre_tokenizers
 
-from ddtree_jax.config import DrafterConfig, RopeConfig, TargetConfig, default_taps
+from ddtree_jax.config import (
+    FLOAT32_PARAMETERS,
+    DeltaConfig,
+    DrafterConfig,
+    RopeConfig,
+    TargetConfig,
+    default_taps,
+)
 from ddtree_jax.loading import Drafter, Target
 from ddtree_jax.models.abstract import init_params
 
@@ -33,6 +40,16 @@ def tiny_target_config(**overrides) -> TargetConfig:
     return TargetConfig(**values | overrides)
 
 
+def tiny_hybrid_config(**overrides) -> TargetConfig:
+    """A Qwen3.5-shaped target of 4 layers, the third with attention, the others Gated DeltaNet, in float32."""
+    values = dict(
+        architecture="qwen3_5_text", num_layers=4, sliding_windows=(None,) * 4, rotary_dim=4, zero_centred_norms=True,
+        attention_gate=True, delta_layers=(0, 1, 3),
+        delta=DeltaConfig(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=6),
+    )  # fmt: skip
+    return tiny_target_config(**values | overrides)
+
+
 def tiny_drafter_config(target: TargetConfig, **overrides) -> DrafterConfig:
     """A DFlash drafter of 2 layers and 8 slots for `target`: one causal sliding layer, one full bidirectional."""
     values = dict(
@@ -45,9 +62,9 @@ def tiny_drafter_config(target: TargetConfig, **overrides) -> DrafterConfig:
     return DrafterConfig(**values | overrides)
 
 
-def tiny_target(seed: int = 0, *, scale: float = 4.0, **overrides) -> Target:
+def tiny_target(seed: int = 0, *, scale: float = 4.0, hybrid: bool = False, **overrides) -> Target:
     """A random target. `scale` multiplies the head, so that draws are neither uniform nor certain."""
-    config = tiny_target_config(**overrides)
+    config = (tiny_hybrid_config if hybrid else tiny_target_config)(**overrides)
     params = init_params(config, jax.random.key(seed))
     head = "embed" if config.tie_embeddings else "lm_head"
     params = {**params, head: {"weight": params[head]["weight"] * jnp.asarray(scale, config.jax_dtype)}}
@@ -79,7 +96,11 @@ def random_dflash(
 
 def with_dtype(target: Target, dtype: str) -> Target:
     """The same target with parameters and activations in another dtype."""
-    params = jax.tree.map(lambda x: x.astype(dtype), target.params)
+
+    def cast(path, x):
+        return x if path[-1].key in FLOAT32_PARAMETERS else x.astype(dtype)
+
+    params = jax.tree_util.tree_map_with_path(cast, target.params)
     return dataclasses.replace(target, config=dataclasses.replace(target.config, dtype=dtype), params=params)
 
 
