@@ -9,7 +9,7 @@ from ddtree_jax import testing
 from ddtree_jax.decode import run as device
 from ddtree_jax.decode.plan import make_plan
 from ddtree_jax.prepare import inputs
-from pallas_kernels.tree_attention import api as tree_attention_api
+from pallas_kernels import choice
 
 
 @pytest.mark.parametrize("method,num_nodes", [("ddtree", 16), pytest.param("ddtree", 64, marks=pytest.mark.slow)])
@@ -24,7 +24,7 @@ def test_lowers_with_the_gpu_kernel(monkeypatch, method, num_nodes):
     plan = make_plan(config, target.config, drafter.config, [3])
     args = inputs(target, drafter, plan, [[1, 2, 3]], 0, 1.0)
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), args)
-    monkeypatch.setattr(tree_attention_api, "_on_hopper", lambda: True)
+    monkeypatch.setattr(choice, "on_hopper", lambda: True)
     text = device.run.trace(plan.loop, *args).lower(lowering_platforms=("cuda",)).as_text()
     # Prefill chunk, drafter's block and tree: streaming and merging kernels of each.
     assert text.count("mosaic_gpu") >= 3
