@@ -107,11 +107,11 @@ def text_config(config: Fields) -> Fields:
     key = "tie_word_embeddings"
     if key in config and key in text and config.flag(key) != text.flag(key):
         raise text.error(key, expected=f"{config.data[key]}, as outside of text_config", found=text.data[key])
-    outer = {k: config.data[k] for k in ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype") if k in config}
-    inner = {k: v for k, v in text.data.items() if v is not None}
-    if "dtype" in inner or "torch_dtype" in inner:
-        outer = {k: v for k, v in outer.items() if "dtype" not in k}
-    return Fields(config.file, outer | inner, text.prefix)
+    shared = ["tie_word_embeddings", "eos_token_id"]
+    if "dtype" not in text and "torch_dtype" not in text:
+        shared += ["dtype", "torch_dtype"]
+    settings = text.data | {k: config.data[k] for k in shared if k not in text and k in config}
+    return Fields(config.file, settings, text.prefix)
 
 
 def refuse_variants(config: Fields) -> None:

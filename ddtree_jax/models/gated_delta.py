@@ -54,6 +54,7 @@ class GatedDeltaNet(nn.Module):
           ([B, N, E], what a commit needs).
         """
         d, dtype = self.config.delta, x.dtype
+        unit_dtype = dtype if dtype == jnp.bfloat16 else jnp.float32
         channels, heads = d.conv_channels, d.num_value_heads
         inputs, z = jnp.split(self.in_proj(x), (channels + 2 * heads,), axis=-1)
         conv_weight = self.conv1d[:, 0]
@@ -63,8 +64,8 @@ class GatedDeltaNet(nn.Module):
         q, k, v = jnp.split(mixed, (d.key_size, 2 * d.key_size), axis=-1)
         log_decay, beta = gates(inputs[..., channels:], self.decay_rate_log[None, None], self.decay_bias[None, None])
         out = gated_delta_tree(
-            (unit(split_heads(q, d.num_key_heads)) * d.key_head_dim**-0.5).astype(dtype),
-            unit(split_heads(k, d.num_key_heads)).astype(dtype),
+            (unit(split_heads(q, d.num_key_heads)) * d.key_head_dim**-0.5).astype(unit_dtype),
+            unit(split_heads(k, d.num_key_heads)).astype(unit_dtype),
             split_heads(v, heads), log_decay, beta, memory.states, ancestors, layer=layer,
         )  # fmt: skip
         gate = jax.nn.silu(split_heads(z, heads).astype(jnp.float32))

@@ -42,12 +42,12 @@ append_rows, commit_path = jax.jit(cache_lib.append_rows), jax.jit(cache_lib.com
 class Runner:
     """Feeds trees of tokens to a decoder and compares what comes out; keeps the cache between passes."""
 
-    def __init__(self, name: str, taps: tuple[int, ...] | None = None, batch: int = 2):
+    def __init__(self, name: str, taps: tuple[int, ...] | None = None, batch: int = 2, capacity: int = CAPACITY):
         config = target(name).config
         self.taps = tuple(range(config.num_layers)) if taps is None else taps
         self._run = compiled(name, self.taps)
         # Rows that nobody wrote are NaN: reading one of them cannot go unnoticed.
-        empty = KVCache.empty(config, batch=batch, rows=CAPACITY)
+        empty = KVCache.empty(config, batch=batch, rows=capacity)
         keys, values = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), (empty.keys, empty.values))
         self.cache = empty.replace(keys=keys, values=values)
 
