@@ -4,7 +4,6 @@ A random drafter almost never agrees with its target: texts stay exact, accepted
 """
 
 import dataclasses
-import functools
 import json
 from pathlib import Path
 
@@ -27,6 +26,10 @@ from ddtree_jax.config import (
 )
 from ddtree_jax.loading import Drafter, Target
 from ddtree_jax.models.abstract import init_params
+
+
+# Compiled, `init` draws the parameters and drops the pass that it traces.
+_random_params = jax.jit(init_params, static_argnums=0)
 
 
 def tiny_target_config(**overrides) -> TargetConfig:
@@ -65,7 +68,7 @@ def tiny_drafter_config(target: TargetConfig, **overrides) -> DrafterConfig:
 def tiny_target(seed: int = 0, *, scale: float = 4.0, hybrid: bool = False, **overrides) -> Target:
     """A random target. `scale` multiplies the head, so that draws are neither uniform nor certain."""
     config = (tiny_hybrid_config if hybrid else tiny_target_config)(**overrides)
-    params = init_params(config, jax.random.key(seed))
+    params = _random_params(config, jax.random.key(seed))
     head = "embed" if config.tie_embeddings else "lm_head"
     params = {**params, head: {"weight": params[head]["weight"] * jnp.asarray(scale, config.jax_dtype)}}
     return Target(config, params)
@@ -74,7 +77,7 @@ def tiny_target(seed: int = 0, *, scale: float = 4.0, hybrid: bool = False, **ov
 def tiny_drafter(target: Target, seed: int = 1, **overrides) -> Drafter:
     """A random drafter for `target`."""
     config = tiny_drafter_config(target.config, **overrides)
-    return Drafter(config, init_params(config, jax.random.key(seed)))
+    return Drafter(config, _random_params(config, jax.random.key(seed)))
 
 
 def random_dflash(
@@ -91,7 +94,7 @@ def random_dflash(
         target_vocab_size=t.vocab_size, causal=(False,) * num_layers, sliding_windows=(None,) * num_layers,
         dtype=t.dtype,
     )  # fmt: skip
-    return Drafter(config, jax.jit(functools.partial(init_params, config))(jax.random.key(seed)))
+    return Drafter(config, _random_params(config, jax.random.key(seed)))
 
 
 def with_dtype(target: Target, dtype: str) -> Target:

@@ -18,11 +18,20 @@ PROMPTS = [[3, 1, 4, 1, 5], [9] * 19, [2, 7]]
 TEMPERATURES = (0.0, 0.7, 1.0)
 SLOW = pytest.mark.slow
 SEED = (11, 12, 13)
+# Models and temperatures: the wide grid of hybrids is for the second stage.
+DENSE_AND_HYBRID = ["dense", pytest.param("hybrid", marks=SLOW)]
+CASES = [("dense", t) for t in TEMPERATURES]
+CASES += [pytest.param("hybrid", 0.0, marks=SLOW), pytest.param("hybrid", 0.7, marks=SLOW), ("hybrid", 1.0)]
 
 
 @pytest.fixture(scope="module")
-def pair():
-    target = testing.tiny_target(seed=0, num_layers=2, sliding_windows=(None, None))
+def pair(request):
+    if request.param == "hybrid":
+        target = testing.tiny_target(
+            seed=0, hybrid=True, num_layers=3, sliding_windows=(None,) * 3, delta_layers=(0, 2)
+        )
+    else:
+        target = testing.tiny_target(seed=0, num_layers=2, sliding_windows=(None, None))
     return target, testing.tiny_drafter(target)
 
 
@@ -60,7 +69,7 @@ def check(out, expected):
 
 
 # Every combination runs in the second stage; the first has the ones that differ most.
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("pair,temperature", CASES, indirect=["pair"])
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=SLOW), 3])
 @pytest.mark.parametrize(
     "method,num_nodes",
@@ -79,6 +88,7 @@ def test_real_drafter(pair, reference, method, num_nodes, batch, temperature):
     check(out, reference(temperature, max_new_tokens=32)[:batch])
 
 
+@pytest.mark.parametrize("pair", DENSE_AND_HYBRID, indirect=True)
 def test_the_reference_meets_stops_and_limits(reference):
     reasons = {reason for temperature in TEMPERATURES for _, reason in reference(temperature, max_new_tokens=32)}
     assert reasons == {"stop", "length"}
@@ -86,6 +96,7 @@ def test_the_reference_meets_stops_and_limits(reference):
 
 @pytest.mark.parametrize("method,num_nodes", [("autoregressive", 2), ("dflash", 2), ("ddtree", 16)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("pair", DENSE_AND_HYBRID, indirect=True)
 def test_capacity_end(pair, reference, method, num_nodes, temperature):
     settings = dict(capacity=24, max_new_tokens=100, stop_token_ids=())
     out = decode(*pair, PROMPTS, method, num_nodes, temperature=temperature, **settings)
@@ -113,7 +124,7 @@ def scripted_run(target, proposer, scripts, temperature, prompts, **settings):
     return tokens, state
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("pair,temperature", CASES, indirect=["pair"])
 @pytest.mark.parametrize(
     "num_nodes,rank_spread,stops",
     [
@@ -141,6 +152,7 @@ def test_long_paths(pair, reference, num_nodes, rank_spread, temperature, stops)
         assert max(map(max, lengths)) == 8  # a whole block, the deepest commit there is
 
 
+@pytest.mark.parametrize("pair", DENSE_AND_HYBRID, indirect=True)
 def test_bfloat16_differs_only_at_near_ties(pair):
     """In bfloat16 other matrix shapes may flip a near-tie: where texts part, the float32 margin must be tiny."""
     target = testing.with_dtype(pair[0], "bfloat16")
