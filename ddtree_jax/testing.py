@@ -27,7 +27,6 @@ from ddtree_jax.config import (
 from ddtree_jax.loading import Drafter, Target
 from ddtree_jax.models.abstract import init_params
 
-
 # Compiled, `init` draws the parameters and drops the pass that it traces.
 _random_params = jax.jit(init_params, static_argnums=0)
 
