@@ -40,7 +40,7 @@ def tree(
         layer=layer,
     )
     spare = static.rows - nodes
-    gates = jnp.stack([jnp.maximum(log_decay, _LOWEST), beta], axis=1).transpose(0, 3, 1, 2)
+    gates = jnp.stack([jnp.maximum(log_decay, _LOWEST), beta, beta], axis=1).transpose(0, 3, 1, 2)
     gates = jnp.pad(gates, ((0, 0), (0, 0), (0, 0), (0, spare)))
     return mosaic_gpu_tree.call(static, interpret)(q, k, v, gates, _words(ancestors, static.rows), states)
 

@@ -8,6 +8,9 @@ The nodes are taken in tiles of 64 rows, one after the other. Names follow `refe
 
 Queries and keys are bfloat16 as given. What is float32 (the state, U, A and the scores) goes into wgmma as the sum of two
 bfloat16 numbers, the product of the two low parts left out, so that a product is good to about 2^-16.
+
+What is read both along rows and along columns is kept twice: of two loads of the same place the compiler makes one, which
+can have one layout only (its search for another takes for ever).
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ class Static:
 def call(static: Static, interpret):
     """The kernel, a function of q and k [B, N, Hk, Dk], v [B, N, Hv, Dv], gates, words and states.
 
-    Gates [B, Hv, 2, rows] float32 are log_decay and beta of each node; words [B, 2 * tiles, rows] int32 the ancestor bits of
+    Gates [B, Hv, 3, rows] float32 are log_decay, beta, and beta again of each node; words [B, 2 * tiles, rows] int32 the ancestor bits of
     each node, 32 nodes a word, all zero for padding nodes and spare rows.
     """
     half, single = jnp.bfloat16, jnp.float32
@@ -75,16 +78,16 @@ def call(static: Static, interpret):
         # The diagonal block of A, transposed, or the parts of a matrix that multiplies U.
         factor=plgpu.RefUnion(plgpu.SMEM(_SQUARE, single), smem(2, *_SQUARE)),
         solved_s=plgpu.SMEM((ROWS, COLUMNS), single),  # R, then U of the tile
-        gates_s=plgpu.SMEM((2, static.rows), single),
-        total_s=plgpu.SMEM((static.rows,), single),  # G
+        gates_s=plgpu.SMEM((3, static.rows), single),
+        total_s=plgpu.SMEM((2, static.rows), single),  # G, twice
         ready=plgpu.Barrier(num_arrivals=3),
         tile_ready=plgpu.Barrier(num_arrivals=2),
     )
 
-    def body(q_g, k_g, v_g, gates_g, words_g, states_g, out_g, **scratch):
-        _Block(static, q_g, k_g, v_g, gates_g, words_g, states_g, out_g, **scratch).run()
+    def body(*refs, **scratch):
+        _Block(static, *refs, **scratch).run()
 
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((static.slots, static.nodes, static.value_heads, static.value_dim), half),
         scratch_types=scratch,
@@ -95,18 +98,18 @@ def call(static: Static, interpret):
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )
+    return lambda q, k, v, gates, words, states: kernel(q, k, v, gates, words, words, states)
 
 
 class _Block:
     """What one thread block does; attributes are its refs: _g in global, _s in shared memory."""
 
-    def __init__(self, static: Static, q_g, k_g, v_g, gates_g, words_g, states_g, out_g, *, arrival, factor, **scratch):
+    def __init__(self, static: Static, *refs, arrival, factor, **scratch):
         self.static = static
         self.slot, self.head = lax.axis_index("slot"), lax.axis_index("head")
         self.key_head = lax.div(self.head, static.group)
         self.columns = pl.ds(lax.axis_index("columns") * COLUMNS, COLUMNS)
-        self.q_g, self.k_g, self.v_g, self.out_g = q_g, k_g, v_g, out_g
-        self.gates_g, self.words_g, self.states_g = gates_g, words_g, states_g
+        self.q_g, self.k_g, self.v_g, self.gates_g, self.words_g, self.same_words_g, self.states_g, self.out_g = refs
         self.arriving_s, self.update_s = arrival
         self.diagonal_s, self.factor_s = factor
         vars(self).update(scratch)
@@ -151,11 +154,13 @@ class _Block:
             return total + jnp.where(self.sees(t, c) == 1, decay, 0.0).sum(axis=1)
 
         zeros = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), COLUMN)
-        self.total_s[_rows(t)] = lax.fori_loop(0, t + 1, add, zeros)
+        total = lax.fori_loop(0, t + 1, add, zeros)
+        for copy in (0, 1):
+            self.total_s[copy, _rows(t)] = total
 
     def solve(self, t) -> None:
         """U of a tile."""
-        beta, total = load(self.gates_s.at[1, _rows(t)], COLUMN), load(self.total_s.at[_rows(t)], COLUMN)
+        beta, total = load(self.gates_s.at[1, _rows(t)], COLUMN), load(self.total_s.at[0, _rows(t)], COLUMN)
         recalled = self.times_state(self.k_s.at[_rows(t)])
         values = load(self.v_s, MATRIX).astype(jnp.float32)
         right = (values - recalled * across(jnp.exp(total), _SQUARE)) * across(beta, _SQUARE)
@@ -168,22 +173,20 @@ class _Block:
 
         right = lax.fori_loop(0, t, eliminate, right)
         self.solved_s[...] = right
-        self.set_diagonal(t)
+        self.set_diagonal(t, total)
         lax.fori_loop(0, self.static.tile_nodes // _BLOCK, self.substitute, None)
         _split(load(self.solved_s, MATRIX), self.update_s, _rows(t))
         plgpu.commit_smem()
 
-    def set_diagonal(self, t) -> None:
+    def set_diagonal(self, t, total) -> None:
         """A of a tile's own rows, transposed: element (j, i) of the array is what row i takes of row j."""
         scores = _multiply(self.k_s.at[_rows(t)], self.k_s.at[_rows(t)].transpose((1, 0)))
-        total = down(load(self.total_s.at[_rows(t)], ROW), _SQUARE) - across(
-            load(self.total_s.at[_rows(t)], COLUMN), _SQUARE
-        )
-        beta = down(load(self.gates_s.at[1, _rows(t)], ROW), _SQUARE)
-        low, high = (down(load(self.words_g.at[self.slot, 2 * t + w, _rows(t)], ROW), _SQUARE) for w in (0, 1))
+        since = down(load(self.total_s.at[1, _rows(t)], ROW), _SQUARE) - across(total, _SQUARE)
+        beta = down(load(self.gates_s.at[2, _rows(t)], ROW), _SQUARE)
+        low, high = (down(load(self.same_words_g.at[self.slot, 2 * t + w, _rows(t)], ROW), _SQUARE) for w in (0, 1))
         row = _iota(0)
         sees = lax.shift_right_logical(jnp.where(row < 32, low, high), row & 31) & (row < _iota(1)).astype(jnp.int32)
-        self.diagonal_s[...] = jnp.where(sees == 1, jnp.exp(total) * scores * beta, 0.0)
+        self.diagonal_s[...] = jnp.where(sees == 1, jnp.exp(since) * scores * beta, 0.0)
 
     def substitute(self, block, _) -> None:
         """Turns 16 rows of R into rows of U, those before them being done."""
@@ -203,7 +206,7 @@ class _Block:
 
     def write(self, t) -> None:
         """The outputs of a tile."""
-        total = load(self.total_s.at[_rows(t)], COLUMN)
+        total = load(self.total_s.at[0, _rows(t)], COLUMN)
         out = self.times_state(self.q_s) * across(jnp.exp(total), _SQUARE)
 
         def add(c, out):
@@ -225,7 +228,7 @@ class _Block:
 
     def decayed(self, t, c, scores) -> jax.Array:
         """e^(G_i - G_j) scores_ij where i descends from j, else 0."""
-        rows, columns = load(self.total_s.at[_rows(t)], COLUMN), load(self.total_s.at[_rows(c)], ROW)
+        rows, columns = load(self.total_s.at[0, _rows(t)], COLUMN), load(self.total_s.at[1, _rows(c)], ROW)
         decay = jnp.exp(across(rows, _SQUARE) - down(columns, _SQUARE))
         return jnp.where(self.sees(t, c) == 1, decay * scores, 0.0)
 
