@@ -164,15 +164,14 @@ class _Block:
         recalled = self.times_state(self.k_s.at[_rows(t)])
         values = load(self.v_s, MATRIX).astype(jnp.float32)
         right = (values - recalled * across(jnp.exp(total), _SQUARE)) * across(beta, _SQUARE)
-        alive = jnp.where(_is_diagonal(), self.sees(t, t), 0).sum(axis=1)
-        right = jnp.where(across(alive, _SQUARE) == 1, right, 0.0)  # 0 * NaN is NaN
 
         def eliminate(c, right):
             scores = _multiply(self.k_s.at[_rows(t)], self.k_s.at[_rows(c)].transpose((1, 0)))
             return right - self.times_updates(self.decayed(t, c, scores) * across(beta, _SQUARE), c)
 
         right = lax.fori_loop(0, t, eliminate, right)
-        self.solved_s[...] = right
+        alive = jnp.where(_is_diagonal(), self.sees(t, t), 0).sum(axis=1)
+        self.solved_s[...] = jnp.where(across(alive, _SQUARE) == 1, right, 0.0)  # of padding, for 0 * NaN is NaN
         self.set_diagonal(t, total)
         lax.fori_loop(0, self.static.tile_nodes // _BLOCK, self.substitute, None)
         _split(load(self.solved_s, MATRIX), self.update_s, _rows(t))
