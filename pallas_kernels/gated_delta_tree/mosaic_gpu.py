@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.gated_delta_tree import mosaic_gpu_tree
+from pallas_kernels.gated_delta_tree import mosaic_gpu_replay, mosaic_gpu_tree
 
 _DIM = 128
 _WIDTHS = (16, 32, 64, 128, 256)
@@ -45,6 +45,29 @@ def tree(
     return mosaic_gpu_tree.call(static, interpret)(q, k, v, gates, _words(ancestors, static.rows), states)
 
 
+def replay(
+    k: jax.Array,  # [M, B, P, Hk, Dk]
+    v: jax.Array,  # [M, B, P, Hv, Dv]
+    log_decay: jax.Array,  # [M, B, P, Hv]
+    beta: jax.Array,  # [M, B, P, Hv]
+    states: jax.Array,  # [M, B, Hv, Dk, Dv]
+    count: jax.Array,  # [B] int32
+    *,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> jax.Array:  # [M, B, Hv, Dk, Dv]
+    """See `pallas_kernels.gated_delta_tree`; arguments are taken as checked and supported (`replay_unsupported`)."""
+    spare = -k.shape[2] % 4  # TMA copies multiples of 16 bytes
+    k, v, log_decay, beta = (
+        jnp.pad(x, ((0, 0), (0, 0), (0, spare), *[(0, 0)] * (x.ndim - 3))) for x in (k, v, log_decay, beta)
+    )
+    rows, key_heads = k.shape[2:4]
+    gates = jnp.stack([jnp.exp(log_decay), beta], axis=2).transpose(0, 1, 4, 2, 3)
+    updated = jax.new_ref(states)
+    kernel = mosaic_gpu_replay.call(states.shape, v.shape[3] // key_heads, rows, v.dtype, interpret)
+    kernel(k, v, gates, count, updated)
+    return jax.freeze(updated)
+
+
 def _words(ancestors: jax.Array, rows: int) -> jax.Array:
     """[B, N, W] uint32 -> [B, rows / 32, rows] int32: the bits of one word for all nodes at a time, padding cleared.
 
@@ -75,4 +98,8 @@ def replay_unsupported(k: jax.Array, v: jax.Array) -> str | None:
     """Why the kernel cannot commit rows of these keys and values, or None."""
     if k.shape[4] != _DIM or v.shape[4] != _DIM:
         return f"Dk = {k.shape[4]} and Dv = {v.shape[4]} ({_DIM} only)"
+    if k.shape[2] > mosaic_gpu_replay.MOST_ROWS:
+        return f"{k.shape[2]} rows (at most {mosaic_gpu_replay.MOST_ROWS}; gated_delta_fold takes more)"
+    if v.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"values of {v.dtype} (float32, bfloat16 and float16 only)"
     return None

@@ -6,11 +6,15 @@ The nodes are taken in tiles of 64 rows, one after the other. Names follow `refe
 2. The 64 rows of the triangular system on the tile's diagonal, in float32, 16 rows at a time in registers.
 3. output = e^G S^T q + (masked, decayed scores) U of the tiles up to this one, by wgmma.
 
-Queries and keys are bfloat16 as given. What is float32 (the state, U, A and the scores) goes into wgmma as the sum of two
-bfloat16 numbers, the product of the two low parts left out, so that a product is good to about 2^-16.
+Queries and keys are bfloat16 as given. What is float32 (the state, U, A and the scores) goes into wgmma as the sum of
+two bfloat16 numbers, the product of the two low parts left out, so that a product is good to about 2^-16.
 
-What is read both along rows and along columns is kept twice: of two loads of the same place the compiler makes one, which
-can have one layout only (its search for another takes for ever).
+What is read both along rows and along columns is kept twice: of two loads of the same place the compiler makes one,
+which can have one layout only (its search for another takes for ever).
+
+Barriers among the four warps are set by hand (`_settle`), since one around each store would cost more than the stores:
+after a store that other threads read, and before one to where they may still read. The rows of the substitution need
+none: with one value per row of a matrix (COLUMN), a thread reads back only what it wrote itself.
 """
 
 from __future__ import annotations
@@ -60,8 +64,8 @@ class Static:
 def call(static: Static, interpret):
     """The kernel, a function of q and k [B, N, Hk, Dk], v [B, N, Hv, Dv], gates, words and states.
 
-    Gates [B, Hv, 3, rows] float32 are log_decay, beta, and beta again of each node; words [B, 2 * tiles, rows] int32 the ancestor bits of
-    each node, 32 nodes a word, all zero for padding nodes and spare rows.
+    Gates [B, Hv, 3, rows] float32 are log_decay, beta, and beta again of each node; words [B, 2 * tiles, rows] int32
+    the ancestor bits of each node, 32 nodes a word, all zero for padding nodes and spare rows.
     """
     half, single = jnp.bfloat16, jnp.float32
 
@@ -95,7 +99,7 @@ def call(static: Static, interpret):
         grid=(static.slots, static.value_heads, static.value_dim // COLUMNS),
         grid_names=("slot", "head", "columns"),
         kernel_name="gated_delta_tree",
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
     return lambda q, k, v, gates, words, states: kernel(q, k, v, gates, words, words, states)
@@ -126,7 +130,7 @@ class _Block:
         for row in range(0, static.key_dim, ROWS):
             rows = pl.ds(row, ROWS)
             _split(load(self.arriving_s.at[rows], MATRIX), self.state_s, rows)
-        plgpu.commit_smem()
+        _settle()
 
         def tile(t, _):
             self.sum_decays(t)
@@ -157,6 +161,7 @@ class _Block:
         total = lax.fori_loop(0, t + 1, add, zeros)
         for copy in (0, 1):
             self.total_s[copy, _rows(t)] = total
+        _settle()
 
     def solve(self, t) -> None:
         """U of a tile."""
@@ -174,8 +179,9 @@ class _Block:
         self.solved_s[...] = jnp.where(across(alive, _SQUARE) == 1, right, 0.0)  # of padding, for 0 * NaN is NaN
         self.set_diagonal(t, total)
         lax.fori_loop(0, self.static.tile_nodes // _BLOCK, self.substitute, None)
+        _settle()
         _split(load(self.solved_s, MATRIX), self.update_s, _rows(t))
-        plgpu.commit_smem()
+        _settle()
 
     def set_diagonal(self, t, total) -> None:
         """A of a tile's own rows, transposed: element (j, i) of the array is what row i takes of row j."""
@@ -185,7 +191,9 @@ class _Block:
         low, high = (down(load(self.same_words_g.at[self.slot, 2 * t + w, _rows(t)], ROW), _SQUARE) for w in (0, 1))
         row = _iota(0)
         sees = lax.shift_right_logical(jnp.where(row < 32, low, high), row & 31) & (row < _iota(1)).astype(jnp.int32)
+        _settle()
         self.diagonal_s[...] = jnp.where(sees == 1, jnp.exp(since) * scores * beta, 0.0)
+        _settle()
 
     def substitute(self, block, _) -> None:
         """Turns 16 rows of R into rows of U, those before them being done."""
@@ -213,7 +221,7 @@ class _Block:
             return out + self.times_updates(self.decayed(t, c, scores), c)
 
         self.v_s[...] = lax.fori_loop(0, t + 1, add, out).astype(jnp.bfloat16)
-        plgpu.commit_smem()
+        _settle()
         nodes = pl.ds(t * ROWS, self.static.tile_nodes)
         finished = self.v_s.at[pl.ds(0, self.static.tile_nodes)]
         plgpu.copy_smem_to_gmem(finished, self.out_g.at[self.slot, nodes, self.head, self.columns])
@@ -237,10 +245,16 @@ class _Block:
 
     def times_updates(self, factor, c) -> jax.Array:
         """factor [64, 64] @ U of tile c [64, 64]."""
+        _settle()
         _split(factor, self.factor_s, pl.ds(0, ROWS))
-        plgpu.commit_smem()
+        _settle()
         (high, low), (u_high, u_low) = ((x.at[0], x.at[1]) for x in (self.factor_s, self.update_s.at[:, _rows(c)]))
         return _sum_of_products((high, u_high), (high, u_low), (low, u_high))
+
+
+def _settle() -> None:
+    """All reads and writes of shared memory up to here are done, and visible to wgmma and TMA."""
+    plgpu.commit_smem()
 
 
 def _rows(tile):
