@@ -43,7 +43,7 @@ def commit(k, v, log_decay, beta, states, count):
     states = states.copy()
     for m in range(states.shape[0]):
         for b in range(states.shape[1]):
-            for p in range(int(count[b])):
+            for p in range(min(int(count[b]), k.shape[2])):
                 states[m, b] = step(states[m, b], k[m, b, p], v[m, b, p], log_decay[m, b, p], beta[m, b, p])
     return states
 
