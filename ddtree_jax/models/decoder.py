@@ -113,7 +113,8 @@ class Decoder(nn.Module):
         Args:
           tokens: [B, N] int32.
           positions: [B, N] int32, absolute (cache.length + depth in the tree).
-          ancestors: [B, N, ceil(N / 32)] uint32, bit j of row i set where token i sees token j.
+          ancestors: [B, N, ceil(N / 32)] uint32, bit j of row i set where token i sees token j; a
+            token comes after all that it sees.
           cache: committed tokens; all of them are visible to all N.
           taps: zero-based blocks whose output is kept.
         """
