@@ -42,7 +42,7 @@ def gated_delta_tree(
       q: queries, float32 or bfloat16, L2-normalised and multiplied by Dk ** -0.5.
       k: keys in q's dtype, L2-normalised.
       v: values, any float dtype.
-      log_decay: logarithm of each node's decay, at most 0.
+      log_decay: logarithm of each node's decay, at most 0; -inf forgets the state.
       beta: write strength of each node, 0 .. 2.
       states: the committed states of all recurrent layers.
       ancestors: packed bits. A padding node sees only itself and no node sees it; all else about it may be anything,

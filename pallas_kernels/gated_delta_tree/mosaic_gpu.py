@@ -8,11 +8,11 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gated_delta_tree import mosaic_gpu_replay, mosaic_gpu_tree
+from pallas_kernels.gated_delta_tree.reference import LOWEST
 
 _DIM = 128
 _WIDTHS = (16, 32, 64, 128, 256)
 _LARGEST_GROUP = 4
-_LOWEST = -120.0  # e^-120 is zero in float32, and sums of this stay small enough for their differences
 
 
 def tree(
@@ -40,7 +40,7 @@ def tree(
         layer=layer,
     )
     spare = static.rows - nodes
-    gates = jnp.stack([jnp.maximum(log_decay, _LOWEST), beta, beta], axis=1).transpose(0, 3, 1, 2)
+    gates = jnp.stack([jnp.maximum(log_decay, LOWEST), beta, beta], axis=1).transpose(0, 3, 1, 2)
     gates = jnp.pad(gates, ((0, 0), (0, 0), (0, 0), (0, spare)))
     return mosaic_gpu_tree.call(static, interpret)(q, k, v, gates, _words(ancestors, static.rows), states)
 
