@@ -49,7 +49,8 @@ def gated_delta_tree(
         NaN included, and its output is undefined.
       layer: which of the M states to read.
       implementation: "xla", "mosaic_gpu", or None to choose: "mosaic_gpu" on a Hopper GPU where it can, else "xla". The
-        GPU kernel takes bfloat16, Dk = Dv = 128, N one of 16, 32, 64, 128 and 256, and up to 4 value heads a key head.
+        GPU kernel takes bfloat16, Dk = Dv = 128, N up to 256 (padded to 16, 32, 64, 128 or 256), and up to 4 value
+        heads a key head.
 
     Returns:
       The outputs in v's dtype. "xla" computes in float32 throughout.

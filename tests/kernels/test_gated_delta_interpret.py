@@ -29,7 +29,7 @@ class InterpretedTree(TreeSuite):
 @on_cpu
 class TestTree(InterpretedTree):
     cases = (
-        TreeCase(nodes=16, key_heads=1, dim=64, dtype="bfloat16", dead=3, inputs="mixed"),
+        TreeCase(nodes=13, key_heads=1, dim=64, dtype="bfloat16", dead=3, inputs="mixed"),
         TreeCase(nodes=64, key_heads=1, group=1, dim=64, dtype="bfloat16", inputs="parallel"),
     )
 

@@ -166,7 +166,7 @@ def test_bad_arguments_of_a_commit_are_named(commit, name, change, message):
     [
         (TreeCase(nodes=16), "float32"),
         (TreeCase(nodes=16, dtype="bfloat16", dim=64), "64"),
-        (TreeCase(nodes=20, dtype="bfloat16"), "20 nodes"),
+        (TreeCase(nodes=257, key_heads=1, group=1, dtype="bfloat16"), "257 nodes"),
         (TreeCase(nodes=16, dtype="bfloat16", key_heads=1, group=5), "5 value heads"),
     ],
 )
