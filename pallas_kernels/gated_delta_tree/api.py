@@ -42,14 +42,15 @@ def gated_delta_tree(
       q: queries, float32 or bfloat16, L2-normalised and multiplied by Dk ** -0.5.
       k: keys in q's dtype, L2-normalised.
       v: values, any float dtype.
-      log_decay: logarithm of each node's decay, at most 0.
+      log_decay: logarithm of each node's decay, at most 0; -inf forgets the state.
       beta: write strength of each node, 0 .. 2.
       states: the committed states of all recurrent layers.
       ancestors: packed bits. A padding node sees only itself and no node sees it; all else about it may be anything,
         NaN included, and its output is undefined.
       layer: which of the M states to read.
       implementation: "xla", "mosaic_gpu", or None to choose: "mosaic_gpu" on a Hopper GPU where it can, else "xla". The
-        GPU kernel takes bfloat16, Dk = Dv = 128, N one of 16, 32, 64, 128 and 256, and up to 4 value heads a key head.
+        GPU kernel takes bfloat16, Dk = Dv = 128, N up to 256 (padded to 16, 32, 64, 128 or 256), and up to 4 value
+        heads a key head.
 
     Returns:
       The outputs in v's dtype. "xla" computes in float32 throughout.

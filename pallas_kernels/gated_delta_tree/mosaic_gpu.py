@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gated_delta_tree import mosaic_gpu_replay, mosaic_gpu_tree
+from pallas_kernels.gated_delta_tree.reference import LOWEST
 
 _DIM = 128
-_WIDTHS = (16, 32, 64, 128, 256)
+_WIDTHS = (16, 32, 64, 128, 256)  # nodes are padded to one of these
 _LARGEST_GROUP = 4
-_LOWEST = -120.0  # e^-120 is zero in float32, and sums of this stay small enough for their differences
 
 
 def tree(
@@ -28,8 +30,16 @@ def tree(
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:  # [B, N, Hv, Dv]
     """See `pallas_kernels.gated_delta_tree`; the arguments are taken as checked and supported (`tree_unsupported`)."""
-    slots, nodes, value_heads, value_dim = v.shape
+    # The layer is a run-time value and the call is jitted, so that all layers of a model trace and compile one kernel.
+    return _tree(q, k, v, log_decay, beta, states, ancestors, jnp.array([layer], jnp.int32), interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def _tree(q, k, v, log_decay, beta, states, ancestors, layer, *, interpret):
+    slots, live_nodes, value_heads, value_dim = v.shape
     key_heads, key_dim = k.shape[2:]
+    nodes = next(width for width in _WIDTHS if width >= live_nodes)
+    q, k, v = (jnp.pad(x, ((0, 0), (0, nodes - live_nodes), (0, 0), (0, 0))) for x in (q, k, v))
     static = mosaic_gpu_tree.Static(
         slots=slots,
         nodes=nodes,
@@ -37,12 +47,12 @@ def tree(
         group=value_heads // key_heads,
         key_dim=key_dim,
         value_dim=value_dim,
-        layer=layer,
     )
-    spare = static.rows - nodes
-    gates = jnp.stack([jnp.maximum(log_decay, _LOWEST), beta, beta], axis=1).transpose(0, 3, 1, 2)
+    spare = static.rows - live_nodes
+    gates = jnp.stack([jnp.maximum(log_decay, LOWEST), beta, beta], axis=1).transpose(0, 3, 1, 2)
     gates = jnp.pad(gates, ((0, 0), (0, 0), (0, 0), (0, spare)))
-    return mosaic_gpu_tree.call(static, interpret)(q, k, v, gates, _words(ancestors, static.rows), states)
+    out = mosaic_gpu_tree.call(static, interpret)(layer, q, k, v, gates, _words(ancestors, static.rows), states)
+    return out[:, :live_nodes]
 
 
 def replay(
@@ -87,8 +97,8 @@ def tree_unsupported(q: jax.Array, v: jax.Array) -> str | None:
         return f"queries of {q.dtype} and values of {v.dtype} (bfloat16 only)"
     if dim != _DIM or v.shape[3] != _DIM:
         return f"Dk = {dim} and Dv = {v.shape[3]} ({_DIM} only)"
-    if nodes not in _WIDTHS:
-        return f"{nodes} nodes ({_WIDTHS} only)"
+    if nodes > _WIDTHS[-1]:
+        return f"{nodes} nodes (at most {_WIDTHS[-1]})"
     if v.shape[2] // key_heads > _LARGEST_GROUP:
         return f"{v.shape[2] // key_heads} value heads for one key head (at most {_LARGEST_GROUP})"
     return None

@@ -44,7 +44,6 @@ class Static:
     group: int  # value heads per key head
     key_dim: int
     value_dim: int
-    layer: int
 
     @property
     def tiles(self) -> int:
@@ -62,7 +61,7 @@ class Static:
 
 
 def call(static: Static, interpret):
-    """The kernel, a function of q and k [B, N, Hk, Dk], v [B, N, Hv, Dv], gates, words and states.
+    """The kernel, a function of layer [1] int32, q and k [B, N, Hk, Dk], v [B, N, Hv, Dv], gates, words and states.
 
     Gates [B, Hv, 3, rows] float32 are log_decay, beta, and beta again of each node; words [B, 2 * tiles, rows] int32
     the ancestor bits of each node, 32 nodes a word, all zero for padding nodes and spare rows.
@@ -102,7 +101,7 @@ def call(static: Static, interpret):
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
-    return lambda q, k, v, gates, words, states: kernel(q, k, v, gates, words, words, states)
+    return lambda layer, q, k, v, gates, words, states: kernel(layer, q, k, v, gates, words, words, states)
 
 
 class _Block:
@@ -113,7 +112,8 @@ class _Block:
         self.slot, self.head = lax.axis_index("slot"), lax.axis_index("head")
         self.key_head = lax.div(self.head, static.group)
         self.columns = pl.ds(lax.axis_index("columns") * COLUMNS, COLUMNS)
-        self.q_g, self.k_g, self.v_g, self.gates_g, self.words_g, self.same_words_g, self.states_g, self.out_g = refs
+        self.layer_g, self.q_g, self.k_g, self.v_g, self.gates_g, *refs = refs
+        self.words_g, self.same_words_g, self.states_g, self.out_g = refs
         self.arriving_s, self.update_s = arrival
         self.diagonal_s, self.factor_s = factor
         vars(self).update(scratch)
@@ -122,10 +122,10 @@ class _Block:
         static = self.static
         keys = self.k_s.at[pl.ds(0, static.nodes)]
         plgpu.copy_gmem_to_smem(self.k_g.at[self.slot, :, self.key_head], keys, self.ready)
-        state = self.states_g.at[static.layer, self.slot, self.head, :, self.columns]
-        plgpu.copy_gmem_to_smem(state, self.arriving_s, self.ready)
         plgpu.copy_gmem_to_smem(self.gates_g.at[self.slot, self.head], self.gates_s, self.ready)
         self.fetch(0)
+        state = self.states_g.at[self.layer_g[0], self.slot, self.head, :, self.columns]
+        plgpu.copy_gmem_to_smem(state, self.arriving_s, self.ready)
         plgpu.barrier_wait(self.ready)
         for row in range(0, static.key_dim, ROWS):
             rows = pl.ds(row, ROWS)

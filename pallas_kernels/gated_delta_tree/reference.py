@@ -25,6 +25,7 @@ from jax import lax
 
 from pallas_kernels.tree_attention import masks
 
+LOWEST = -120.0  # log_decay is raised to it: its exponential is zero, and sums of it can be told from sums without it
 _CHUNK = 64  # rows that `fold` takes at a time
 _BLOCK = 16  # rows of the triangular solve eliminated at once
 
@@ -213,7 +214,7 @@ def _gates_first(log_decay: jax.Array, beta: jax.Array, key_heads: int) -> tuple
     """[B, N, Hv] -> [B, Hk, R, N], both."""
     batch, nodes, value_heads = beta.shape
     shape = batch, nodes, key_heads, value_heads // key_heads
-    return log_decay.reshape(shape).transpose(0, 2, 3, 1), beta.reshape(shape).transpose(0, 2, 3, 1)
+    return tuple(x.reshape(shape).transpose(0, 2, 3, 1) for x in (jnp.maximum(log_decay, LOWEST), beta))
 
 
 def _grouped(state: jax.Array, key_heads: int) -> jax.Array:

@@ -58,8 +58,8 @@ def draw(rng: np.random.Generator, lead: tuple[int, ...], key_heads: int, heads:
     """q and k [*lead, Hk, D], v [*lead, Hv, D], log_decay and beta [*lead, Hv], float32.
 
     Kinds: "usual", each head with a decay of its own, from slow to very fast; "mixed", each token with one, so that
-    fast and slow ones meet on a path; "parallel", keys that are nearly the same, strong writes and no decay, the worst
-    case for the triangular system.
+    fast and slow ones meet on a path, and some that forget everything; "parallel", keys that are nearly the same,
+    strong writes and no decay, the worst case for the triangular system.
     """
 
     def unit(x):
@@ -72,7 +72,7 @@ def draw(rng: np.random.Generator, lead: tuple[int, ...], key_heads: int, heads:
         k = unit(unit(rng.standard_normal((key_heads, dim), np.float32)) + np.float32(1e-3) * k)
         return q * np.float32(dim**-0.5), k, v, np.zeros_like(beta), np.full_like(beta, 0.999)
     if kind == "mixed":
-        exponent = rng.uniform(-4, 2, beta.shape)
+        exponent = np.where(rng.random(beta.shape) < 0.03, np.inf, rng.uniform(-4, 2, beta.shape))
     else:
         exponent = np.linspace(-4, 1.3, heads) + 0.3 * rng.standard_normal(beta.shape)
     return q * np.float32(dim**-0.5), k, v, -(10.0**exponent).astype(np.float32), beta

@@ -34,6 +34,7 @@ class TestTree(TreeSuite):
         ),
         *(TreeCase(nodes=n, dtype="bfloat16", mask="chain", inputs="mixed") for n in (16, 64, 256)),
         *(TreeCase(nodes=64, key_heads=3, group=g, dtype="bfloat16", slots=3) for g in (1, 2, 4)),
+        *(TreeCase(nodes=n, group=3, dtype="bfloat16", dead=n // 5) for n in (1, 2, 7, 17, 33, 65, 100, 200)),
         TreeCase(nodes=32, dtype="bfloat16", mask="star"),
         TreeCase(nodes=64, dtype="bfloat16", dead=63),
         TreeCase(nodes=64, key_heads=16, group=3, dtype="bfloat16"),
