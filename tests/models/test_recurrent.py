@@ -125,7 +125,7 @@ def test_a_count_of_zero_leaves_every_bit(kind):
 
 @pytest.fixture(scope="module")
 def decoder():
-    target = testing.tiny_target(seed=2, hybrid=True)
+    target = testing.tiny_target(seed=2, hybrid=True, num_layers=2, sliding_windows=(None,) * 2, delta_layers=(0,))
     module = Decoder(target.config)
 
     @jax.jit
