@@ -5,6 +5,7 @@ from pathlib import Path
 
 from convert.errors import mismatch
 from convert.fields import Fields
+from convert.hybrid_config import hybrid_settings
 from convert.rope_config import rope_config
 from ddtree_jax.config import MoEConfig, TargetConfig
 
@@ -23,6 +24,8 @@ class _Architecture:
       head_dim: default where the config has none; None means hidden_size / num_attention_heads.
       windows: whether layers may have sliding windows.
       experts: layers may have a mixture of experts.
+      hybrid: most layers are Gated DeltaNet.
+      nested: the text model's settings lie inside `text_config`.
     """
 
     class_name: str
@@ -32,14 +35,20 @@ class _Architecture:
     head_dim: int | None = None
     windows: bool = True
     experts: bool = False
+    hybrid: bool = False
+    nested: bool = False
 
 
+_HYBRID = dict(qk_norm=True, head_dim=256, windows=False, hybrid=True)
 ARCHITECTURES = {
     "llama": _Architecture("LlamaForCausalLM", windows=False),
     "qwen2": _Architecture("Qwen2ForCausalLM", qkv_bias=True, o_bias=False),
     "qwen3": _Architecture("Qwen3ForCausalLM", qk_norm=True, head_dim=128),
     # Its class takes hidden_size / num_attention_heads where the config names no head_dim.
     "qwen3_moe": _Architecture("Qwen3MoeForCausalLM", qk_norm=True, windows=False, experts=True),
+    "qwen3_5": _Architecture("Qwen3_5ForConditionalGeneration", nested=True, **_HYBRID),
+    "qwen3_5_text": _Architecture("Qwen3_5ForCausalLM", **_HYBRID),
+    "qwen3_next": _Architecture("Qwen3NextForCausalLM", **_HYBRID),
 }
 # Known by name, so that the refusal says what is missing.
 PLANNED = {"qwen3_5_moe": "its linear-attention layers", "qwen3_5_moe_text": "its linear-attention layers"}
@@ -70,6 +79,9 @@ def target_config(folder: Path, dtype: str | None = None) -> TargetConfig:
         hint = " (a drafter: python -m convert drafter)" if "DFlash" in str(classes) else ""
         raise config.error("architectures", expected=[architecture.class_name], found=f"{classes}{hint}")
     refuse_variants(config)
+    if architecture.nested:
+        config = text_config(config)
+        refuse_variants(config)
     bias = config.flag("attention_bias", False)
     layers = config.integer("num_hidden_layers")
     heads, kv_heads = head_counts(config, default_to_heads=name == "llama")
@@ -81,6 +93,7 @@ def target_config(folder: Path, dtype: str | None = None) -> TargetConfig:
         config.only("use_sliding_window", (False,), False)
     else:
         config.only("sliding_window", (None,), None)
+    size = head_dim(config, heads, architecture.head_dim)
     return TargetConfig(
         architecture=name,
         vocab_size=config.integer("vocab_size"),
@@ -89,9 +102,9 @@ def target_config(folder: Path, dtype: str | None = None) -> TargetConfig:
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=head_dim(config, heads, architecture.head_dim),
+        head_dim=size,
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=rope_config(config),
+        rope=rope_config(config, partial=architecture.hybrid),
         qk_norm=architecture.qk_norm,
         qkv_bias=bias if architecture.qkv_bias is None else architecture.qkv_bias,
         o_bias=bias if architecture.o_bias is None else architecture.o_bias,
@@ -101,7 +114,21 @@ def target_config(folder: Path, dtype: str | None = None) -> TargetConfig:
         stop_token_ids=stop_token_ids(folder, config),
         moe=mixture_of_experts(config, layers) if architecture.experts else None,
         dtype=dtype or stored_dtype(config),
+        **(hybrid_settings(config, layers, size) if architecture.hybrid else {}),
     )
+
+
+def text_config(config: Fields) -> Fields:
+    """The settings of the text model inside those of a model with vision; what it leaves open holds for both."""
+    text = config.nested("text_config")
+    key = "tie_word_embeddings"
+    if key in config and key in text and config.flag(key) != text.flag(key):
+        raise text.error(key, expected=f"{config.data[key]}, as outside of text_config", found=text.data[key])
+    shared = ["tie_word_embeddings", "eos_token_id"]
+    if "dtype" not in text and "torch_dtype" not in text:
+        shared += ["dtype", "torch_dtype"]
+    settings = text.data | {k: config.data[k] for k in shared if k not in text and k in config}
+    return Fields(config.file, settings, text.prefix)
 
 
 def refuse_variants(config: Fields) -> None:

@@ -69,13 +69,14 @@ def write_checkpoint(
         for group, members in itertools.groupby(parameters(config), key=lambda p: p.path.split("/")[0]):
             tree: dict[str, Any] = {}
             for parameter in members:
-                _insert(tree, parameter.path.split("/")[1:], read_parameter(source, parameter, config.jax_dtype))
+                dtype = parameter.dtype(config.jax_dtype)
+                _insert(tree, parameter.path.split("/")[1:], read_parameter(source, parameter, dtype))
                 bar.advance(parameter.size * config.jax_dtype.itemsize)
             writer.add_group(group, tree)
 
 
 def read_parameter(source: TensorSource, parameter: Parameter, dtype: np.dtype) -> np.ndarray:
-    """One parameter in `dtype`: its source tensors, one after the other, along rows.
+    """One parameter in `dtype`: its source tensors, one after the other, along rows, in the order of the parameter.
 
     Raises ConversionError naming a tensor that holds NaN or infinity, or that `dtype` cannot hold.
     """
@@ -84,6 +85,8 @@ def read_parameter(source: TensorSource, parameter: Parameter, dtype: np.dtype) 
     for name, shape in parameter.sources:
         _cast_into(result[row : row + shape[0]], source.read(name), name, source.tensors[name].file)
         row += shape[0]
+    if parameter.order is not None:
+        result = np.concatenate([result[rows] for rows in parameter.order])
     return result.reshape(parameter.shape)
 
 

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from ddtree_jax.config import DrafterConfig, TargetConfig
+from ddtree_jax.config import FLOAT32_PARAMETERS, DrafterConfig, TargetConfig
 
 FORMAT = "ddtree_jax"
 VERSION = 1
@@ -58,13 +58,15 @@ class CheckpointWriter:
         self._parameters = 0
 
     def add_group(self, name: str, tree: Mapping[str, Any]) -> None:
-        """Takes `params[name]`: nested dicts of numpy or jax arrays in the dtype of the config."""
+        """Takes `params[name]`: nested dicts of numpy or jax arrays in the dtype of the config, but for
+        `FLOAT32_PARAMETERS`."""
         if name in self._groups:
             raise CheckpointError(f"params/{name}: written twice")
         leaves = _flatten({name: tree})
         for path, leaf in leaves.items():
-            if str(leaf.dtype) != self._config.dtype:
-                raise CheckpointError(f"params/{path}: dtype: expected {self._config.dtype}, found {leaf.dtype}")
+            dtype = "float32" if path.split("/")[-1] in FLOAT32_PARAMETERS else self._config.dtype
+            if str(leaf.dtype) != dtype:
+                raise CheckpointError(f"params/{path}: dtype: expected {dtype}, found {leaf.dtype}")
             self._parameters += math.prod(leaf.shape)
         size = sum(leaf.nbytes for leaf in leaves.values())
         if self._waiting_bytes + size > _BATCH_BYTES:
