@@ -100,7 +100,7 @@ class _ModelConfig:
         if unknown or missing:
             raise ValueError(f"{cls.__name__}: unknown fields {unknown}, missing fields {missing}")
         values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-        values |= {k: _NESTED[k](**v) for k, v in values.items() if isinstance(v, dict)}
+        values |= {k: nested(**values[k]) for k, nested in _NESTED.items() if isinstance(values.get(k), dict)}
         return cls(**values)
 
 
