@@ -11,7 +11,6 @@ from ddtree_jax.models.abstract import abstract_params
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
 from pallas_kernels import choice
-from pallas_kernels.streaming_matmul import api as streaming_matmul_api
 
 
 @pytest.fixture
