@@ -48,10 +48,10 @@ ARCHITECTURES = {
     "qwen3_moe": _Architecture("Qwen3MoeForCausalLM", qk_norm=True, windows=False, experts=True),
     "qwen3_5": _Architecture("Qwen3_5ForConditionalGeneration", nested=True, **_HYBRID),
     "qwen3_5_text": _Architecture("Qwen3_5ForCausalLM", **_HYBRID),
-    "qwen3_next": _Architecture("Qwen3NextForCausalLM", **_HYBRID),
+    "qwen3_5_moe": _Architecture("Qwen3_5MoeForConditionalGeneration", nested=True, experts=True, **_HYBRID),
+    "qwen3_5_moe_text": _Architecture("Qwen3_5MoeForCausalLM", experts=True, **_HYBRID),
+    "qwen3_next": _Architecture("Qwen3NextForCausalLM", experts=True, **_HYBRID),
 }
-# Known by name, so that the refusal says what is missing.
-PLANNED = {"qwen3_5_moe": "its linear-attention layers", "qwen3_5_moe_text": "its linear-attention layers"}
 
 
 def target_config(folder: Path, dtype: str | None = None) -> TargetConfig:
@@ -65,13 +65,6 @@ def target_config(folder: Path, dtype: str | None = None) -> TargetConfig:
       ConversionError: an architecture, activation, rope kind or quantisation that is not supported, or a bad value.
     """
     config = Fields.read(folder / "config.json")
-    if missing := PLANNED.get(config.data.get("model_type")):
-        name = config.data["model_type"]
-        raise config.error(
-            "model_type",
-            expected=" or ".join(map(repr, ARCHITECTURES)),
-            found=f"{name!r} ({missing} are not supported yet)",
-        )
     name = config.only("model_type", tuple(ARCHITECTURES), None)
     architecture = ARCHITECTURES[name]
     classes = config.data.get("architectures")
@@ -88,17 +81,20 @@ def target_config(folder: Path, dtype: str | None = None) -> TargetConfig:
     windows = (None,) * layers
     if architecture.windows:
         windows = sliding_windows(config, layers)
-    elif architecture.experts:
+    elif architecture.experts and not architecture.hybrid:
         # Its class would let every layer slide, whatever `max_window_layers` says; no published checkpoint does.
         config.only("use_sliding_window", (False,), False)
     else:
         config.only("sliding_window", (None,), None)
     size = head_dim(config, heads, architecture.head_dim)
+    moe = mixture_of_experts(config, layers, hybrid=architecture.hybrid) if architecture.experts else None
+    # A model whose layers all have experts need not say how wide a dense block would be.
+    unused = moe.intermediate_size if moe and all(moe.sparse) else None
     return TargetConfig(
         architecture=name,
         vocab_size=config.integer("vocab_size"),
         hidden_size=config.integer("hidden_size"),
-        intermediate_size=config.integer("intermediate_size"),
+        intermediate_size=config.integer("intermediate_size", unused),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -112,7 +108,7 @@ def target_config(folder: Path, dtype: str | None = None) -> TargetConfig:
         sliding_windows=windows,
         max_position=config.integer("max_position_embeddings"),
         stop_token_ids=stop_token_ids(folder, config),
-        moe=mixture_of_experts(config, layers) if architecture.experts else None,
+        moe=moe,
         dtype=dtype or stored_dtype(config),
         **(hybrid_settings(config, layers, size) if architecture.hybrid else {}),
     )
@@ -185,11 +181,11 @@ def sliding_windows(config: Fields, layers: int) -> tuple[int | None, ...]:
     return tuple(window if i >= first else None for i in range(layers))
 
 
-def mixture_of_experts(config: Fields, layers: int) -> MoEConfig | None:
-    """The experts of Qwen3-MoE; None where no layer has any.
+def mixture_of_experts(config: Fields, layers: int, *, hybrid: bool) -> MoEConfig | None:
+    """The experts of Qwen3-MoE, or of a hybrid, which has a shared one beside them; None where no layer has any.
 
     A layer is sparse if `mlp_only_layers` does not list it and its one-based number is a multiple of
-    `decoder_sparse_step`.
+    `decoder_sparse_step`. Hybrids divide the weights of a token's experts by their sum unless they say otherwise.
     """
     step = config.integer("decoder_sparse_step", 1)
     dense = config.integers("mlp_only_layers", ())
@@ -201,7 +197,10 @@ def mixture_of_experts(config: Fields, layers: int) -> MoEConfig | None:
         return None
     # Later writers of the format say num_local_experts.
     key = "num_experts" if "num_experts" in config else "num_local_experts"
-    experts, chosen = config.integer(key), config.integer("num_experts_per_tok")
+    experts = config.integer(key, least=0 if hybrid else 1)
+    if not experts:  # the dense models of a family whose others have experts
+        return None
+    chosen = config.integer("num_experts_per_tok")
     if chosen > experts:
         raise config.error("num_experts_per_tok", expected=f"at most the {experts} experts", found=chosen)
     return MoEConfig(
@@ -209,7 +208,8 @@ def mixture_of_experts(config: Fields, layers: int) -> MoEConfig | None:
         num_experts=experts,
         experts_per_token=chosen,
         intermediate_size=config.integer("moe_intermediate_size"),
-        renormalise=config.flag("norm_topk_prob", False),
+        renormalise=config.flag("norm_topk_prob", hybrid),
+        shared_intermediate_size=config.integer("shared_expert_intermediate_size") if hybrid else 0,
     )
 
 

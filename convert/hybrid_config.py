@@ -17,7 +17,6 @@ def hybrid_settings(config: Fields, layers: int, head_dim: int) -> dict[str, Any
     Raises:
       ConversionError: a bad value, or a variant that is not supported (experts, other gates).
     """
-    _refuse_experts(config, layers)
     config.only("attn_output_gate", (True,), True)
     config.only("output_gate_type", ("swish", "silu"), "silu")
     delta_layers = _delta_layers(config, layers)
@@ -60,13 +59,3 @@ def _rotary_dim(config: Fields, head_dim: int) -> int:
         expected = f"a share of the {head_dim} dimensions of a head that is an even number of them"
         raise place.error("partial_rotary_factor", expected=expected, found=factor)
     return size
-
-
-def _refuse_experts(config: Fields, layers: int) -> None:
-    """Qwen3-Next is one class for both: a layer has experts if there are any and it is not named as dense."""
-    if config.data.get("model_type") != "qwen3_next":
-        return
-    experts = config.integer("num_experts", 512, least=0)
-    dense = set(config.integers("mlp_only_layers", ()))
-    if experts and not dense.issuperset(range(layers)):
-        raise config.error("num_experts", expected="0 (mixtures of experts are not supported here)", found=experts)

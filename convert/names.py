@@ -98,8 +98,8 @@ def _experts(to: str, source: str, hidden: int, moe: MoEConfig) -> Iterator[Para
     def stacked(names: tuple[str, ...], *shape: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
         return tuple((f"{source}.experts.{j}.{name}.weight", shape) for j in range(count) for name in names)
 
-    yield Parameter(f"{to}/gate_up_proj/weight", stacked(("gate_proj", "up_proj"), size, hidden), count)
-    yield Parameter(f"{to}/down_proj/weight", stacked(("down_proj",), hidden, size), count)
+    yield Parameter(f"{to}/gate_up_proj/weight", stacked(("gate_proj", "up_proj"), size, hidden), stack=count)
+    yield Parameter(f"{to}/down_proj/weight", stacked(("down_proj",), hidden, size), stack=count)
     if moe.shared_intermediate_size:
         yield from _mlp(f"{to}/shared_expert", f"{source}.shared_expert", hidden, moe.shared_intermediate_size)
         yield _one(f"{to}/shared_expert_gate/weight", f"{source}.shared_expert_gate.weight", 1, hidden)

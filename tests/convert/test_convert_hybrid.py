@@ -169,8 +169,8 @@ def test_refused_settings(tmp_path, architecture, changes, key, expected, found)
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
-        ("qwen3_next", {"num_experts": 512}, "num_experts: expected 0 (mixtures of experts are not supported here)"),
-        ("qwen3_next", {"num_experts": 8, "mlp_only_layers": [0]}, "num_experts: expected 0"),
+        ("qwen3_next", {"num_experts": 8}, "num_experts_per_tok: expected an integer"),
+        ("qwen3_next", {"num_experts": -1}, "num_experts: expected an integer of 0 or more"),
         ("qwen3_next", {"architectures": ["Qwen3_5ForCausalLM"]}, "architectures: expected ['Qwen3NextForCausalLM']"),
         ("qwen3_5", {"tie_word_embeddings": True}, "text_config.tie_word_embeddings: expected False, as outside"),
     ],
@@ -182,7 +182,8 @@ def test_refused_variants(tmp_path, architecture, changes, message):
 
 
 def test_dense_layers_of_a_mixture_are_no_mixture(tmp_path):
-    source, _ = write(tmp_path, "qwen3_next", num_experts=8, mlp_only_layers=[0, 1])
+    changes = dict(num_experts_per_tok=2, moe_intermediate_size=8, shared_expert_intermediate_size=8)
+    source, _ = write(tmp_path, "qwen3_next", num_experts=8, mlp_only_layers=[0, 1], **changes)
     convert.convert_target(source, tmp_path / "out")
 
 

@@ -19,7 +19,7 @@ OUT = pathlib.Path(__file__).parent / "models"
 TOKENS, PREFIXES, BRANCH = 40, (24, 17), 6
 LONG = 197
 # Of hybrids, see `check_conditioning`; of the others their place in the list.
-SEEDS = {"qwen3_5": 21, "qwen3_next": 21}
+SEEDS = {"qwen3_5": 21, "qwen3_5_moe": 21, "qwen3_next": 21}
 
 SMALL = dict(vocab_size=96, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
 SMALL |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=2, dtype=torch.float32)
@@ -106,6 +106,14 @@ def models() -> dict[str, transformers.PreTrainedModel]:
         "qwen3_5": t.Qwen3_5ForCausalLM(
             t.Qwen3_5TextConfig(
                 **HYBRID | dict(rope_parameters=PARTIAL | dict(mrope_section=[2, 1, 1], mrope_interleaved=True))
+            )
+        ),
+        # Every layer has experts, and a shared one that every token passes.
+        "qwen3_5_moe": t.Qwen3_5MoeForCausalLM(
+            t.Qwen3_5MoeTextConfig(
+                num_experts=8, num_experts_per_tok=3, moe_intermediate_size=12, shared_expert_intermediate_size=20,
+                **{k: v for k, v in HYBRID.items() if k not in ("intermediate_size", "rope_parameters")},
+                rope_parameters=PARTIAL | dict(mrope_section=[2, 1, 1], mrope_interleaved=True),
             )
         ),
         # Without experts every layer has the dense feed-forward block.

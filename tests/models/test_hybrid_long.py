@@ -8,7 +8,7 @@ import pytest
 from golden_models import GOLDENS
 from test_decoder_parity import Runner, append_rows, close
 
-HYBRIDS = ["qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.slow)]
+HYBRIDS = ["qwen3_5", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_next", "qwen3_5_moe"))]
 CHUNK = 71  # more than the 64 rows that a commit of many rows takes at a time, and odd
 
 
