@@ -31,10 +31,11 @@ def gated_delta_tree(
 ) -> jax.Array:  # [B, N, Hv, Dv]
     """The recurrence run along every path of a tree: each node's output, with one read of the state and no write.
 
-    Node i continues the state that its parent leaves, node 0's parent being `states[layer]`; all nodes are computed at
-    once, in the masked WY form (`reference.tree`). Bit j % 32 of `ancestors[b, i, j // 32]` says that node j is node i
-    or an ancestor of it; ancestors come before their descendants. The same call serves a draft tree, a chain, and
-    one-token decoding (N = 1). States are read only; commit with `gated_delta_replay`.
+    Node 0, the root, continues `states[layer]`; every other node the state that its parent leaves. All nodes are
+    computed at once, in the masked WY form (`reference`). Bit j % 32 of `ancestors[b, i, j // 32]` says that node j is
+    node i or an ancestor of it; ancestors come before their descendants, and the root is an ancestor of all. The same
+    call serves a draft tree, a chain, and one-token decoding (N = 1). States are read only; commit with
+    `gated_delta_replay`.
 
     The GPU kernel has no gradient and runs on one device: over a mesh, call it inside `shard_map`.
 

@@ -83,7 +83,8 @@ def call(static: Static, interpret):
         solved_s=plgpu.SMEM((ROWS, COLUMNS), single),  # R, then U of the tile
         gates_s=plgpu.SMEM((3, static.rows), single),
         total_s=plgpu.SMEM((2, static.rows), single),  # G, twice
-        ready=plgpu.Barrier(num_arrivals=3),
+        gates_ready=plgpu.Barrier(),
+        ready=plgpu.Barrier(num_arrivals=2),
         tile_ready=plgpu.Barrier(num_arrivals=2),
     )
 
@@ -120,12 +121,14 @@ class _Block:
 
     def run(self) -> None:
         static = self.static
+        plgpu.copy_gmem_to_smem(self.gates_g.at[self.slot, self.head], self.gates_s, self.gates_ready)
         keys = self.k_s.at[pl.ds(0, static.nodes)]
         plgpu.copy_gmem_to_smem(self.k_g.at[self.slot, :, self.key_head], keys, self.ready)
-        plgpu.copy_gmem_to_smem(self.gates_g.at[self.slot, self.head], self.gates_s, self.ready)
         self.fetch(0)
         state = self.states_g.at[self.layer_g[0], self.slot, self.head, :, self.columns]
         plgpu.copy_gmem_to_smem(state, self.arriving_s, self.ready)
+        plgpu.barrier_wait(self.gates_ready)
+        lax.fori_loop(0, static.tiles, lambda t, _: self.sum_decays(t), None)  # while the rest is on its way
         plgpu.barrier_wait(self.ready)
         for row in range(0, static.key_dim, ROWS):
             rows = pl.ds(row, ROWS)
@@ -133,7 +136,6 @@ class _Block:
         _settle()
 
         def tile(t, _):
-            self.sum_decays(t)
             plgpu.barrier_wait(self.tile_ready)
             self.solve(t)
             self.write(t)
