@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ddtree_jax.config import DrafterConfig, MoEConfig, RopeConfig, TargetConfig, default_taps
+from ddtree_jax.config import DeltaConfig, DrafterConfig, MoEConfig, RopeConfig, TargetConfig, default_taps
 from ddtree_jax.models.abstract import abstract_params
 
 
@@ -17,6 +17,16 @@ def _target(architecture: str, layers: int, heads: int, kv_heads: int, head_dim:
     return TargetConfig(
         architecture=architecture, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
         qk_norm=architecture.startswith("qwen3"), sliding_windows=(None,) * layers, **common | fields,
+    )  # fmt: skip
+
+
+def _hybrid(layers: int, heads: int, kv_heads: int, value_heads: int, **fields) -> TargetConfig:
+    """Qwen3.5 and Qwen3.6: three layers of Gated DeltaNet, then one of gated attention."""
+    return _target(
+        "qwen3_5", layers, heads, kv_heads, 256, vocab_size=248320, rope=RopeConfig(theta=1e7), rotary_dim=64,
+        zero_centred_norms=True, attention_gate=True, delta_layers=tuple(i for i in range(layers) if i % 4 != 3),
+        delta=DeltaConfig(num_key_heads=16, num_value_heads=value_heads, key_head_dim=128, value_head_dim=128),
+        **fields,
     )  # fmt: skip
 
 
@@ -40,6 +50,9 @@ TARGETS = {
             sparse=(True,) * 48, num_experts=128, experts_per_token=8, intermediate_size=768, renormalise=True
         ), **_QWEN3,
     ),
+    "qwen3.5-4b": _hybrid(32, 16, 4, 32, hidden_size=2560, intermediate_size=9216, tie_embeddings=True),
+    "qwen3.5-9b": _hybrid(32, 16, 4, 32, hidden_size=4096, intermediate_size=12288, tie_embeddings=False),
+    "qwen3.6-27b": _hybrid(64, 24, 4, 48, hidden_size=5120, intermediate_size=17408, tie_embeddings=False),
     "llama-3.1-8b": _target(
         "llama", 32, 32, 8, 128, hidden_size=4096, intermediate_size=14336, tie_embeddings=False, vocab_size=128256,
         rope=_LLAMA31_ROPE,
@@ -59,9 +72,21 @@ def dflash_config(name: str) -> DrafterConfig:
     """The DFlash drafter of a target: five layers of the target's own geometry and blocks of 16 slots.
 
     As published for Qwen3-4B and 8B (z-lab/Qwen3-8B-DFlash-b16); the one for Llama 3.1 8B has blocks of 10 and a
-    narrower MLP. For the other shapes the same recipe stands in.
+    narrower MLP. Those of hybrids have 32 heads of 128 whatever the target has; all their layers but the last slide
+    (by 2048 tokens for Qwen3.6-27B, five layers; by 4096 for Qwen3.5, six layers). For the other shapes the same recipe
+    stands in.
     """
     t = TARGETS[name]
+    if t.delta_layers:
+        layers, window = (5, 2048) if name.startswith("qwen3.6") else (6, 4096)
+        taps = default_taps(t.num_layers, 5 if layers == 5 else 8)
+        return DrafterConfig(
+            hidden_size=t.hidden_size, intermediate_size=t.intermediate_size, num_layers=layers, num_heads=32,
+            num_kv_heads=8, head_dim=128, rms_norm_eps=t.rms_norm_eps, rope=t.rope, attention_bias=False,
+            block_size=16, mask_token_id=248077, target_layer_ids=taps, target_hidden_size=t.hidden_size,
+            target_num_layers=t.num_layers, target_vocab_size=t.vocab_size, causal=(False,) * layers,
+            sliding_windows=(window,) * (layers - 1) + (None,), dtype=t.dtype,
+        )  # fmt: skip
     layers = 5 if name != "tiny" else 1
     block, intermediate = {"llama-3.1-8b": (10, 12288), "tiny": (4, 128)}.get(name, (16, t.intermediate_size))
     return DrafterConfig(

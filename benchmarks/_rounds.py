@@ -22,7 +22,7 @@ from ddtree_jax.decode.loop import DecodeLoop, Verified
 from ddtree_jax.decode.plan import ROW_TILE
 from ddtree_jax.decode.proposers import NoDraft
 from ddtree_jax.decode.state import DecodeState, Request
-from ddtree_jax.models.decoder import TargetPass
+from ddtree_jax.models.abstract import abstract_params
 from ddtree_jax.tree import DraftTree, accept
 
 _OUTPUT_ROWS = 64
@@ -140,15 +140,10 @@ class Rounds:
         return jnp.zeros(self._tree().tokens.shape, jnp.int32)
 
     def _verified(self) -> Verified:
-        c, tree = self.loop.target.config, self._tree()
-        rows = jnp.zeros((1, c.num_kv_heads, tree.num_nodes, c.head_dim), c.jax_dtype)
-        taps = len(self.loop.proposer.taps)
-        empty = TargetPass(
-            hidden=jnp.zeros((1, tree.num_nodes, c.hidden_size), c.jax_dtype),
-            features=jnp.zeros((1, tree.num_nodes, taps * c.hidden_size), c.jax_dtype) if taps else None,
-            tree_kv=((rows, rows),) * c.num_layers,
-        )
-        draws = self._draws()
+        tree, draws = self._tree(), self._draws()
+        params = {"target": abstract_params(self.loop.target.config)}
+        like = jax.eval_shape(self.loop.verify_tree, params, self._request(), self._state(), tree).out
+        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
         walk = accept(tree, draws, max_path=self.loop.proposer.max_path)
         return Verified(tree=tree, out=_randomise(empty), draws=draws, walk=walk)
 

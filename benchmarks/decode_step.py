@@ -68,7 +68,7 @@ def pass_work(config: TargetConfig | DrafterConfig, rows: int, context: int) -> 
     """Matrices and attention of one pass of `rows` tokens; a target's head included, its embedding not.
 
     A drafter's `fc` belongs to the commit and is left out. Of experts, those count that so many tokens are expected to
-    choose if all are as likely.
+    choose if all are as likely. Recurrent layers read one state each.
     """
     c, itemsize = config, config.jax_dtype.itemsize
     leaves = jax.tree.leaves(abstract_params(c))
@@ -77,14 +77,25 @@ def pass_work(config: TargetConfig | DrafterConfig, rows: int, context: int) -> 
     else:
         outside = 0 if c.tie_embeddings else c.vocab_size * c.hidden_size
     dense = sum(x.size for x in leaves if len(x.shape) == 2) - outside
-    experts, share, touched = sum(x.size for x in leaves if len(x.shape) == 3), 0.0, 0.0
-    if experts:
+    experts, share, touched = 0, 0.0, 0.0
+    if getattr(c, "moe", None):
+        experts = sum(x.size for x in leaves if len(x.shape) == 3)
         share = c.moe.experts_per_token / c.moe.num_experts
         touched = 1 - (1 - share) ** rows
-    keys_values = 2 * c.num_layers * c.num_kv_heads * context * c.head_dim * itemsize
-    attention = 4 * c.num_layers * rows * (context + rows) * c.num_heads * c.head_dim
+    windows = [w for i, w in enumerate(c.sliding_windows) if i not in getattr(c, "delta_layers", ())]
+    seen = sum(context if w is None else min(context, w) for w in windows)
+    keys_values = 2 * seen * c.num_kv_heads * c.head_dim * itemsize + state_bytes(c)
+    attention = 4 * rows * (seen + rows * len(windows)) * c.num_heads * c.head_dim
     size_read, size_used = dense + experts * touched, dense + experts * share
     return Work(size_read * itemsize + keys_values, 2 * rows * size_used + attention)
+
+
+def state_bytes(config: TargetConfig | DrafterConfig) -> int:
+    """Float32 states of all recurrent layers of a sequence."""
+    if isinstance(config, DrafterConfig) or not config.delta_layers:
+        return 0
+    d = config.delta
+    return 4 * len(config.delta_layers) * d.num_value_heads * d.key_head_dim * d.value_head_dim
 
 
 def _features(drafter: DrafterConfig) -> int:
@@ -99,12 +110,13 @@ def matrix_work(config: TargetConfig | DrafterConfig, outputs: int, inputs: int,
 def round_work(target: TargetConfig, drafter: DrafterConfig, method: str, nodes: int, context: int) -> dict[str, Work]:
     """Work of the parts that read weights."""
     verify = pass_work(target, nodes, context)
+    replay = Work(2 * state_bytes(target), 0)  # read and written once
     if method == "autoregressive":
-        return {"verify": verify}
+        return {"verify": verify} | ({"accept+commit": replay} if target.delta_layers else {})
     head = matrix_work(target, target.vocab_size, target.hidden_size, drafter.depth)
     draft = pass_work(drafter, drafter.block_size, context) + head
     commit = matrix_work(drafter, drafter.hidden_size, _features(drafter), drafter.depth + 1)
-    return {"draft": draft, "verify": verify, "accept+commit": commit}
+    return {"draft": draft, "verify": verify, "accept+commit": commit + replay}
 
 
 def variants(methods: list[str], nodes: list[int], depth: int) -> list[tuple[str, int]]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from convert.errors import mismatch
 from convert.fields import Fields
+from convert.hybrid_config import hybrid_settings
 from convert.rope_config import rope_config
 from ddtree_jax.config import MoEConfig, TargetConfig
 
@@ -23,6 +24,8 @@ class _Architecture:
       head_dim: default where the config has none; None means hidden_size / num_attention_heads.
       windows: whether layers may have sliding windows.
       experts: layers may have a mixture of experts.
+      hybrid: most layers are Gated DeltaNet.
+      nested: the text model's settings lie inside `text_config`.
     """
 
     class_name: str
@@ -32,17 +35,23 @@ class _Architecture:
     head_dim: int | None = None
     windows: bool = True
     experts: bool = False
+    hybrid: bool = False
+    nested: bool = False
 
 
+_HYBRID = dict(qk_norm=True, head_dim=256, windows=False, hybrid=True)
 ARCHITECTURES = {
     "llama": _Architecture("LlamaForCausalLM", windows=False),
     "qwen2": _Architecture("Qwen2ForCausalLM", qkv_bias=True, o_bias=False),
     "qwen3": _Architecture("Qwen3ForCausalLM", qk_norm=True, head_dim=128),
     # Its class takes hidden_size / num_attention_heads where the config names no head_dim.
     "qwen3_moe": _Architecture("Qwen3MoeForCausalLM", qk_norm=True, windows=False, experts=True),
+    "qwen3_5": _Architecture("Qwen3_5ForConditionalGeneration", nested=True, **_HYBRID),
+    "qwen3_5_text": _Architecture("Qwen3_5ForCausalLM", **_HYBRID),
+    "qwen3_5_moe": _Architecture("Qwen3_5MoeForConditionalGeneration", nested=True, experts=True, **_HYBRID),
+    "qwen3_5_moe_text": _Architecture("Qwen3_5MoeForCausalLM", experts=True, **_HYBRID),
+    "qwen3_next": _Architecture("Qwen3NextForCausalLM", experts=True, **_HYBRID),
 }
-# Known by name, so that the refusal says what is missing.
-PLANNED = {"qwen3_5_moe": "its linear-attention layers", "qwen3_5_moe_text": "its linear-attention layers"}
 
 
 def target_config(folder: Path, dtype: str | None = None) -> TargetConfig:
@@ -56,13 +65,6 @@ def target_config(folder: Path, dtype: str | None = None) -> TargetConfig:
       ConversionError: an architecture, activation, rope kind or quantisation that is not supported, or a bad value.
     """
     config = Fields.read(folder / "config.json")
-    if missing := PLANNED.get(config.data.get("model_type")):
-        name = config.data["model_type"]
-        raise config.error(
-            "model_type",
-            expected=" or ".join(map(repr, ARCHITECTURES)),
-            found=f"{name!r} ({missing} are not supported yet)",
-        )
     name = config.only("model_type", tuple(ARCHITECTURES), None)
     architecture = ARCHITECTURES[name]
     classes = config.data.get("architectures")
@@ -70,28 +72,35 @@ def target_config(folder: Path, dtype: str | None = None) -> TargetConfig:
         hint = " (a drafter: python -m convert drafter)" if "DFlash" in str(classes) else ""
         raise config.error("architectures", expected=[architecture.class_name], found=f"{classes}{hint}")
     refuse_variants(config)
+    if architecture.nested:
+        config = text_config(config)
+        refuse_variants(config)
     bias = config.flag("attention_bias", False)
     layers = config.integer("num_hidden_layers")
     heads, kv_heads = head_counts(config, default_to_heads=name == "llama")
     windows = (None,) * layers
     if architecture.windows:
         windows = sliding_windows(config, layers)
-    elif architecture.experts:
+    elif architecture.experts and not architecture.hybrid:
         # Its class would let every layer slide, whatever `max_window_layers` says; no published checkpoint does.
         config.only("use_sliding_window", (False,), False)
     else:
         config.only("sliding_window", (None,), None)
+    size = head_dim(config, heads, architecture.head_dim)
+    moe = mixture_of_experts(config, layers, hybrid=architecture.hybrid) if architecture.experts else None
+    # A model whose layers all have experts need not say how wide a dense block would be.
+    unused = moe.intermediate_size if moe and all(moe.sparse) else None
     return TargetConfig(
         architecture=name,
         vocab_size=config.integer("vocab_size"),
         hidden_size=config.integer("hidden_size"),
-        intermediate_size=config.integer("intermediate_size"),
+        intermediate_size=config.integer("intermediate_size", unused),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=head_dim(config, heads, architecture.head_dim),
+        head_dim=size,
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=rope_config(config),
+        rope=rope_config(config, partial=architecture.hybrid),
         qk_norm=architecture.qk_norm,
         qkv_bias=bias if architecture.qkv_bias is None else architecture.qkv_bias,
         o_bias=bias if architecture.o_bias is None else architecture.o_bias,
@@ -99,9 +108,23 @@ def target_config(folder: Path, dtype: str | None = None) -> TargetConfig:
         sliding_windows=windows,
         max_position=config.integer("max_position_embeddings"),
         stop_token_ids=stop_token_ids(folder, config),
-        moe=mixture_of_experts(config, layers) if architecture.experts else None,
+        moe=moe,
         dtype=dtype or stored_dtype(config),
+        **(hybrid_settings(config, layers, size) if architecture.hybrid else {}),
     )
+
+
+def text_config(config: Fields) -> Fields:
+    """The settings of the text model inside those of a model with vision; what it leaves open holds for both."""
+    text = config.nested("text_config")
+    key = "tie_word_embeddings"
+    if key in config and key in text and config.flag(key) != text.flag(key):
+        raise text.error(key, expected=f"{config.data[key]}, as outside of text_config", found=text.data[key])
+    shared = ["tie_word_embeddings", "eos_token_id"]
+    if "dtype" not in text and "torch_dtype" not in text:
+        shared += ["dtype", "torch_dtype"]
+    settings = text.data | {k: config.data[k] for k in shared if k not in text and k in config}
+    return Fields(config.file, settings, text.prefix)
 
 
 def refuse_variants(config: Fields) -> None:
@@ -158,11 +181,11 @@ def sliding_windows(config: Fields, layers: int) -> tuple[int | None, ...]:
     return tuple(window if i >= first else None for i in range(layers))
 
 
-def mixture_of_experts(config: Fields, layers: int) -> MoEConfig | None:
-    """The experts of Qwen3-MoE; None where no layer has any.
+def mixture_of_experts(config: Fields, layers: int, *, hybrid: bool) -> MoEConfig | None:
+    """The experts of Qwen3-MoE, or of a hybrid, which has a shared one beside them; None where no layer has any.
 
     A layer is sparse if `mlp_only_layers` does not list it and its one-based number is a multiple of
-    `decoder_sparse_step`.
+    `decoder_sparse_step`. Hybrids divide the weights of a token's experts by their sum unless they say otherwise.
     """
     step = config.integer("decoder_sparse_step", 1)
     dense = config.integers("mlp_only_layers", ())
@@ -174,7 +197,10 @@ def mixture_of_experts(config: Fields, layers: int) -> MoEConfig | None:
         return None
     # Later writers of the format say num_local_experts.
     key = "num_experts" if "num_experts" in config else "num_local_experts"
-    experts, chosen = config.integer(key), config.integer("num_experts_per_tok")
+    experts = config.integer(key, least=0 if hybrid else 1)
+    if not experts:  # the dense models of a family whose others have experts
+        return None
+    chosen = config.integer("num_experts_per_tok")
     if chosen > experts:
         raise config.error("num_experts_per_tok", expected=f"at most the {experts} experts", found=chosen)
     return MoEConfig(
@@ -182,7 +208,8 @@ def mixture_of_experts(config: Fields, layers: int) -> MoEConfig | None:
         num_experts=experts,
         experts_per_token=chosen,
         intermediate_size=config.integer("moe_intermediate_size"),
-        renormalise=config.flag("norm_topk_prob", False),
+        renormalise=config.flag("norm_topk_prob", hybrid),
+        shared_intermediate_size=config.integer("shared_expert_intermediate_size") if hybrid else 0,
     )
 
 

@@ -1,16 +1,19 @@
 """Which source tensors make up which parameter: one table per architecture, in Hugging Face names.
 
-A parameter is the concatenation, along rows, of its source tensors; the matrices of a mixture of experts are then cut
-into one an expert. The tables say everything that a checkpoint must
-hold, so a tensor that is missing or left over shows before the first byte is read.
+A parameter is the concatenation, along rows, of its source tensors, or that in another order of rows; the matrices of a
+mixture of experts are then cut into one an expert. The tables say everything that a checkpoint must hold, so a tensor
+that is missing or left over shows before the first byte is read.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 
+import numpy as np
+
 from convert.hf_config import ARCHITECTURES
-from ddtree_jax.config import DrafterConfig, MoEConfig, TargetConfig
+from ddtree_jax.config import FIXED_DTYPES, DrafterConfig, MoEConfig, TargetConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,13 +23,15 @@ class Parameter:
     Attributes:
       path: "layers_0/self_attn/qkv_proj/weight".
       sources: (tensor name, shape) in order of rows.
+      order: the parameter's rows as slices of the concatenation, each row in one of them; None for all as they are.
       stack: how many matrices of equally many rows the parameter is cut into, along a new first axis; 0 for none.
       target_ids: the sources are whole numbers, each the target's id of a drafter's token less the drafter's own id.
-        The parameter holds the target's ids, int32 whatever the dtype of the others.
+        The parameter holds the target's ids.
     """
 
     path: str
     sources: tuple[tuple[str, tuple[int, ...]], ...]
+    order: tuple[slice, ...] | None = None
     stack: int = 0
     target_ids: bool = False
 
@@ -44,17 +49,23 @@ class Parameter:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    def dtype(self, model: np.dtype) -> np.dtype:
+        """That of the model, or the one that a few parameters always have."""
+        return np.dtype(FIXED_DTYPES.get(self.path.split("/")[-1], model))
+
 
 def parameters(config: TargetConfig | DrafterConfig) -> tuple[Parameter, ...]:
     """Every parameter of the model of `config`, in the order of a forward pass."""
     if isinstance(config, DrafterConfig):
         return tuple(_drafter(config))
-    return tuple(_TARGETS[config.architecture](config))
+    return tuple(_target(config))
 
 
 def ignored(config: TargetConfig | DrafterConfig, name: str) -> bool:
-    """Whether a tensor may be there without being used: buffers that are computed, not learnt."""
-    return name.endswith("rotary_emb.inv_freq")
+    """Whether a tensor may be there without being used: buffers that are computed, not learnt; vision and multi-token
+    prediction, which decoding text does not need."""
+    hybrid = isinstance(config, TargetConfig) and ARCHITECTURES[config.architecture].hybrid
+    return name.endswith("rotary_emb.inv_freq") or (hybrid and name.startswith(("model.visual.", "mtp.")))
 
 
 def tied_head(config: TargetConfig | DrafterConfig) -> tuple[str, tuple[int, ...]] | None:
@@ -90,35 +101,82 @@ def _experts(to: str, source: str, hidden: int, moe: MoEConfig) -> Iterator[Para
     def stacked(names: tuple[str, ...], *shape: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
         return tuple((f"{source}.experts.{j}.{name}.weight", shape) for j in range(count) for name in names)
 
-    yield Parameter(f"{to}/gate_up_proj/weight", stacked(("gate_proj", "up_proj"), size, hidden), count)
-    yield Parameter(f"{to}/down_proj/weight", stacked(("down_proj",), hidden, size), count)
+    yield Parameter(f"{to}/gate_up_proj/weight", stacked(("gate_proj", "up_proj"), size, hidden), stack=count)
+    yield Parameter(f"{to}/down_proj/weight", stacked(("down_proj",), hidden, size), stack=count)
     if moe.shared_intermediate_size:
         yield from _mlp(f"{to}/shared_expert", f"{source}.shared_expert", hidden, moe.shared_intermediate_size)
         yield _one(f"{to}/shared_expert_gate/weight", f"{source}.shared_expert_gate.weight", 1, hidden)
 
 
 def _target(c: TargetConfig) -> Iterator[Parameter]:
-    """Llama, Qwen2, Qwen3 and Qwen3-MoE share their names; the config says which norms, biases, experts there are."""
-    hidden = c.hidden_size
-    query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    yield _one("embed/weight", "model.embed_tokens.weight", c.vocab_size, hidden)
+    """All families share their names; the config says which norms, biases and experts there are, and which mixers."""
+    hidden, model = c.hidden_size, "model.language_model" if ARCHITECTURES[c.architecture].nested else "model"
+    yield _one("embed/weight", f"{model}.embed_tokens.weight", c.vocab_size, hidden)
     for i in range(c.num_layers):
-        to, source = f"layers_{i}", f"model.layers.{i}"
-        attention, heads = f"{to}/self_attn", f"{source}.self_attn"
+        to, source = f"layers_{i}", f"{model}.layers.{i}"
         yield _one(f"{to}/input_layernorm/weight", f"{source}.input_layernorm.weight", hidden)
-        qkv = {"q_proj": query, "k_proj": key, "v_proj": key}
-        yield from _projections(f"{attention}/qkv_proj", heads, qkv, hidden, c.qkv_bias)
-        if c.qk_norm:
-            yield _one(f"{attention}/q_norm/weight", f"{heads}.q_norm.weight", c.head_dim)
-            yield _one(f"{attention}/k_norm/weight", f"{heads}.k_norm.weight", c.head_dim)
-        yield from _projections(f"{attention}/o_proj", heads, {"o_proj": hidden}, query, c.o_bias)
+        if i in c.delta_layers:
+            yield from _gated_delta(c, f"{to}/linear_attn", f"{source}.linear_attn")
+        else:
+            yield from _attention(c, f"{to}/self_attn", f"{source}.self_attn")
         yield _one(f"{to}/post_attention_layernorm/weight", f"{source}.post_attention_layernorm.weight", hidden)
         moe = c.moe_of(i)
         to, source = f"{to}/mlp", f"{source}.mlp"
         yield from _experts(to, source, hidden, moe) if moe else _mlp(to, source, hidden, c.intermediate_size)
-    yield _one("norm/weight", "model.norm.weight", hidden)
+    yield _one("norm/weight", f"{model}.norm.weight", hidden)
     if not c.tie_embeddings:
         yield _one("lm_head/weight", "lm_head.weight", c.vocab_size, hidden)
+
+
+def _attention(c: TargetConfig, to: str, source: str) -> Iterator[Parameter]:
+    query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    qkv = {"q_proj": query * (2 if c.attention_gate else 1), "k_proj": key, "v_proj": key}
+    for parameter in _projections(f"{to}/qkv_proj", source, qkv, c.hidden_size, c.qkv_bias):
+        if c.attention_gate:
+            # The source holds query and gate by turns, head by head; here the gates come last.
+            turns = _slices([c.head_dim] * 2 * c.num_heads)
+            rest = slice(2 * query, 2 * (query + key))
+            parameter = dataclasses.replace(parameter, order=(*turns[::2], rest, *turns[1::2]))
+        yield parameter
+    if c.qk_norm:
+        yield _one(f"{to}/q_norm/weight", f"{source}.q_norm.weight", c.head_dim)
+        yield _one(f"{to}/k_norm/weight", f"{source}.k_norm.weight", c.head_dim)
+    yield from _projections(f"{to}/o_proj", source, {"o_proj": c.hidden_size}, query, c.o_bias)
+
+
+def _gated_delta(c: TargetConfig, to: str, source: str) -> Iterator[Parameter]:
+    d, hidden = c.delta, c.hidden_size
+    if c.architecture == "qwen3_next":
+        yield _grouped_projection(c, f"{to}/in_proj/weight", source)
+    else:
+        heads = d.num_value_heads
+        parts = {"in_proj_qkv": d.conv_channels, "in_proj_b": heads, "in_proj_a": heads, "in_proj_z": d.value_size}
+        yield from _projections(f"{to}/in_proj", source, parts, hidden, False)
+    yield _one(f"{to}/conv1d", f"{source}.conv1d.weight", d.conv_channels, 1, d.conv_kernel)
+    yield _one(f"{to}/A_log", f"{source}.A_log", d.num_value_heads)
+    yield _one(f"{to}/dt_bias", f"{source}.dt_bias", d.num_value_heads)
+    yield _one(f"{to}/norm/weight", f"{source}.norm.weight", d.value_head_dim)
+    yield _one(f"{to}/out_proj/weight", f"{source}.out_proj.weight", hidden, d.value_size)
+
+
+def _grouped_projection(c: TargetConfig, path: str, source: str) -> Parameter:
+    """Qwen3-Next packs its projections by key head: [q | k | v | z] and [b | a] of its value heads, head after head."""
+    d, heads = c.delta, c.delta.num_value_heads
+    group = heads // d.num_key_heads
+    values = group * d.value_head_dim
+    rows = 2 * (d.key_size + d.value_size)
+    qkvz = _slices([d.key_head_dim, d.key_head_dim, values, values] * d.num_key_heads)
+    ba = _slices([group, group] * d.num_key_heads, start=rows)
+    order = (*qkvz[0::4], *qkvz[1::4], *qkvz[2::4], *ba[0::2], *ba[1::2], *qkvz[3::4])
+    sources = ((f"{source}.in_proj_qkvz.weight", (rows, c.hidden_size)),)
+    sources += ((f"{source}.in_proj_ba.weight", (2 * heads, c.hidden_size)),)
+    return Parameter(path, sources, order)
+
+
+def _slices(sizes: list[int], start: int = 0) -> list[slice]:
+    """Consecutive slices of these sizes."""
+    ends = list(itertools.accumulate(sizes, initial=start))
+    return [slice(a, b) for a, b in itertools.pairwise(ends)]
 
 
 def _drafter(c: DrafterConfig) -> Iterator[Parameter]:
@@ -161,6 +219,3 @@ def drafter_name(name: str) -> str:
         name = name.removeprefix(prefix)
     alias = next((alias for alias in _DRAFTER_ALIASES if name.startswith(alias)), "")
     return _DRAFTER_ALIASES[alias] + name.removeprefix(alias) if alias else name
-
-
-_TARGETS = {name: _target for name in ARCHITECTURES}

@@ -70,23 +70,26 @@ def write_checkpoint(
         for group, members in itertools.groupby(parameters(config), key=lambda p: p.path.split("/")[0]):
             tree: dict[str, Any] = {}
             for parameter in members:
-                _insert(tree, parameter.path.split("/")[1:], read_parameter(source, parameter, config.jax_dtype))
+                dtype = parameter.dtype(config.jax_dtype)
+                _insert(tree, parameter.path.split("/")[1:], read_parameter(source, parameter, dtype))
                 bar.advance(parameter.size * config.jax_dtype.itemsize)
             writer.add_group(group, tree)
 
 
 def read_parameter(source: TensorSource, parameter: Parameter, dtype: np.dtype) -> np.ndarray:
-    """One parameter in `dtype`: its source tensors, one after the other, along rows.
+    """One parameter in `dtype`: its source tensors, one after the other, along rows, in the order of the parameter.
 
     Raises ConversionError naming a tensor that holds NaN or infinity, or that `dtype` cannot hold.
     """
     if parameter.target_ids:
-        return target_ids(source, parameter.sources[0][0]).astype(np.int32)  # checked to be small
+        return target_ids(source, parameter.sources[0][0]).astype(dtype)  # checked to be small enough
     result = np.empty(parameter.rows_shape, dtype)
     row = 0
     for name, shape in parameter.sources:
         _cast_into(result[row : row + shape[0]], source.read(name), name, source.tensors[name].file)
         row += shape[0]
+    if parameter.order is not None:
+        result = np.concatenate([result[rows] for rows in parameter.order])
     return result.reshape(parameter.shape)
 
 

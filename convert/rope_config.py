@@ -4,6 +4,8 @@ from convert.fields import Fields
 from ddtree_jax.config import RopeConfig
 
 _COMMON = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+# Of models with vision: which angles follow height and width of an image. All three positions of text are the same.
+_IMAGE_KEYS = {"mrope_section", "mrope_interleaved"}
 _KEYS = {
     "default": set(),
     "linear": {"factor"},
@@ -16,8 +18,16 @@ _KEYS = {
 _DEFAULT_THETA = 10000.0  # of every Hugging Face class converted here
 
 
-def rope_config(config: Fields) -> RopeConfig:
-    """Reads the rotary settings. Raises ConversionError: an unknown kind or key, two bases that differ."""
+def rope_config(config: Fields, *, partial: bool = False) -> RopeConfig:
+    """Reads the rotary settings.
+
+    Args:
+      config: of the model.
+      partial: a share of each head may rotate, which the caller reads, and settings for images may be there.
+
+    Raises:
+      ConversionError: an unknown kind or key, two bases that differ.
+    """
     places = [p for p in ("rope_parameters", "rope_scaling") if p in config]
     if len(places) == 2 and config.data["rope_parameters"] != config.data["rope_scaling"]:
         raise config.error("rope_scaling", expected="only one of rope_parameters and rope_scaling", found="both")
@@ -27,14 +37,15 @@ def rope_config(config: Fields) -> RopeConfig:
         found = f"{config.data['rope_theta']} here and {theta} in {places[0]}"
         raise config.error("rope_theta", expected="one value", found=found)
     for fields in (config, scaling):
-        if fields.number("partial_rotary_factor", 1.0) != 1.0:
+        if not partial and fields.number("partial_rotary_factor", 1.0) != 1.0:
             found = fields.data["partial_rotary_factor"]
             raise fields.error("partial_rotary_factor", expected="1 (the whole head rotates)", found=found)
 
     kind_key = "rope_type" if "rope_type" in scaling else "type"
     kind = scaling.only(kind_key, tuple(_KEYS), "default")
     # An ignored key could change the angles without a trace, so each must be understood.
-    unknown = sorted(k for k in scaling.data if k in scaling and k not in _COMMON | _KEYS[kind])
+    known = _COMMON | _KEYS[kind] | (_IMAGE_KEYS if partial else set())
+    unknown = sorted(k for k in scaling.data if k in scaling and k not in known)
     if unknown:
         key = unknown[0]
         raise scaling.error(key, expected=f"a setting of rope kind {kind!r}", found=repr(scaling.data[key]))

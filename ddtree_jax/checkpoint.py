@@ -23,13 +23,12 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from ddtree_jax.config import DrafterConfig, TargetConfig
+from ddtree_jax.config import FIXED_DTYPES, DrafterConfig, TargetConfig
 
 FORMAT = "ddtree_jax"
 VERSION = 1
 CONFIGS = {"target": TargetConfig, "drafter": DrafterConfig}
 _RESERVED = ("config.json", "params")
-_ID_TABLES = ("d2t/target_ids",)  # int32, whatever the dtype of the weights
 # Small groups are written together: each write costs a few tenths of a second whatever its size.
 _BATCH_BYTES = 32 * 2**20
 # Orbax stages this much on the host at a time while it reads, or two tensors if that is more.
@@ -59,12 +58,13 @@ class CheckpointWriter:
         self._parameters = 0
 
     def add_group(self, name: str, tree: Mapping[str, Any]) -> None:
-        """Takes `params[name]`: nested dicts of numpy or jax arrays in the dtype of the config, ids in int32."""
+        """Takes `params[name]`: nested dicts of numpy or jax arrays in the dtype of the config, but for
+        `FIXED_DTYPES`."""
         if name in self._groups:
             raise CheckpointError(f"params/{name}: written twice")
         leaves = _flatten({name: tree})
         for path, leaf in leaves.items():
-            dtype = "int32" if path in _ID_TABLES else self._config.dtype
+            dtype = FIXED_DTYPES.get(path.split("/")[-1], self._config.dtype)
             if str(leaf.dtype) != dtype:
                 raise CheckpointError(f"params/{path}: dtype: expected {dtype}, found {leaf.dtype}")
             self._parameters += math.prod(leaf.shape)

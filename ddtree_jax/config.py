@@ -60,6 +60,43 @@ class MoEConfig:
     shared_intermediate_size: int = 0
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeltaConfig:
+    """Gated DeltaNet layers of a hybrid target (arXiv 2412.06464).
+
+    Attributes:
+      num_key_heads, key_head_dim: of queries and keys; value head h reads key head h // (value heads / key heads).
+      num_value_heads, value_head_dim: of values, decays, write strengths, output gates and states.
+      conv_kernel: taps of the causal depthwise convolution over queries, keys and values, the token's own included.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int = 4
+
+    @property
+    def key_size(self) -> int:
+        """Channels of all keys; those of all queries are as many."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Channels of all values."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Queries, keys and values, in this order."""
+        return 2 * self.key_size + self.value_size
+
+
+# Parameters whose dtype is not the model's. The decays of Gated DeltaNet are exp(-exp(A_log) ...): these few numbers
+# stay float32. Token ids are no weights.
+FIXED_DTYPES = {"A_log": "float32", "dt_bias": "float32", "target_ids": "int32"}
+
+
 class _ModelConfig:
     """What the configs of checkpoints share: the dtype as jax's, and a JSON round trip."""
 
@@ -78,7 +115,7 @@ class _ModelConfig:
         return _from_json(cls, data)
 
 
-_NESTED = {"rope": RopeConfig, "moe": MoEConfig}
+_NESTED = {"rope": RopeConfig, "moe": MoEConfig, "delta": DeltaConfig}
 
 
 def _from_json[Config](cls: type[Config], data: dict[str, Any]) -> Config:
@@ -97,7 +134,8 @@ def _from_json[Config](cls: type[Config], data: dict[str, Any]) -> Config:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetConfig(_ModelConfig):
-    """A decoder: Llama 3, Qwen2.5 or Qwen3, dense or with a mixture of experts.
+    """A decoder: Llama 3, Qwen2.5, Qwen3 (dense or with a mixture of experts), or a hybrid of attention and Gated
+    DeltaNet (Qwen3.5, Qwen3.6, Qwen3-Next).
 
     Attributes:
       qk_norm: per-head RMSNorm on queries and keys before the rotary embedding (Qwen3).
@@ -109,6 +147,11 @@ class TargetConfig(_ModelConfig):
       stop_token_ids: tokens that end a text.
       moe: the mixture of experts; None where every layer is dense.
       dtype: name of the parameter and activation dtype.
+      rotary_dim: dimensions of a head that rotate, the first ones; None for all.
+      zero_centred_norms: RMSNorms multiply by 1 + weight (the gated norm of Gated DeltaNet by its plain weight).
+      attention_gate: attention multiplies each head's output by the sigmoid of a gate of its own.
+      delta_layers: zero-based blocks whose mixer is Gated DeltaNet, ascending; the others have attention.
+      delta: their shape; None where there are none.
     """
 
     architecture: str
@@ -130,6 +173,16 @@ class TargetConfig(_ModelConfig):
     stop_token_ids: tuple[int, ...]
     moe: MoEConfig | None = None
     dtype: str = "bfloat16"
+    rotary_dim: int | None = None
+    zero_centred_norms: bool = False
+    attention_gate: bool = False
+    delta_layers: tuple[int, ...] = ()
+    delta: DeltaConfig | None = None
+
+    @property
+    def qkv_heads(self) -> int:
+        """Heads of the fused attention projection: queries, keys, values and, if there are any, output gates."""
+        return self.num_heads * (2 if self.attention_gate else 1) + 2 * self.num_kv_heads
 
     def moe_of(self, layer: int) -> MoEConfig | None:
         """The mixture of experts of a layer; None where its feed-forward block is dense."""

@@ -17,9 +17,20 @@ import tokenizers.decoders
 import tokenizers.models
 import tokenizers.pre_tokenizers
 
-from ddtree_jax.config import DrafterConfig, MoEConfig, RopeConfig, TargetConfig, default_taps
+from ddtree_jax.config import (
+    FIXED_DTYPES,
+    DeltaConfig,
+    DrafterConfig,
+    MoEConfig,
+    RopeConfig,
+    TargetConfig,
+    default_taps,
+)
 from ddtree_jax.loading import Drafter, Target
 from ddtree_jax.models.abstract import init_params
+
+# Compiled, `init` draws the parameters and drops the pass that it traces.
+_random_params = jax.jit(init_params, static_argnums=0)
 
 
 def tiny_target_config(**overrides) -> TargetConfig:
@@ -42,6 +53,16 @@ def tiny_moe(layers: int = 3, **overrides) -> MoEConfig:
     return MoEConfig(**values | overrides)
 
 
+def tiny_hybrid_config(**overrides) -> TargetConfig:
+    """A Qwen3.5-shaped target of 4 layers, the third with attention, the others Gated DeltaNet, in float32."""
+    values = dict(
+        architecture="qwen3_5_text", num_layers=4, sliding_windows=(None,) * 4, rotary_dim=4, zero_centred_norms=True,
+        attention_gate=True, delta_layers=(0, 1, 3),
+        delta=DeltaConfig(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=6),
+    )  # fmt: skip
+    return tiny_target_config(**values | overrides)
+
+
 def tiny_drafter_config(target: TargetConfig, **overrides) -> DrafterConfig:
     """A DFlash drafter of 2 layers and 8 slots for `target`: one causal sliding layer, one full bidirectional."""
     values = dict(
@@ -60,9 +81,9 @@ def _init(config: TargetConfig | DrafterConfig, seed: int):
     return init_params(config, jax.random.key(seed))
 
 
-def tiny_target(seed: int = 0, *, scale: float = 4.0, **overrides) -> Target:
+def tiny_target(seed: int = 0, *, scale: float = 4.0, hybrid: bool = False, **overrides) -> Target:
     """A random target. `scale` multiplies the head, so that draws are neither uniform nor certain."""
-    config = tiny_target_config(**overrides)
+    config = (tiny_hybrid_config if hybrid else tiny_target_config)(**overrides)
     params = _init(config, seed)
     head = "embed" if config.tie_embeddings else "lm_head"
     params = {**params, head: {"weight": params[head]["weight"] * jnp.asarray(scale, config.jax_dtype)}}
@@ -98,7 +119,11 @@ def random_dflash(
 
 def with_dtype(target: Target, dtype: str) -> Target:
     """The same target with parameters and activations in another dtype."""
-    params = jax.tree.map(lambda x: x.astype(dtype), target.params)
+
+    def cast(path, x):
+        return x if path[-1].key in FIXED_DTYPES else x.astype(dtype)
+
+    params = jax.tree_util.tree_map_with_path(cast, target.params)
     return dataclasses.replace(target, config=dataclasses.replace(target.config, dtype=dtype), params=params)
 
 

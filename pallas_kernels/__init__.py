@@ -1,1 +1,1 @@
-"""Attention kernels for NVIDIA Hopper, each with an XLA form that runs anywhere."""
+"""Attention and linear-attention kernels for NVIDIA Hopper, each with an XLA form that runs anywhere."""

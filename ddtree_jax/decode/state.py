@@ -34,7 +34,7 @@ class DecodeState:
     """Everything that changes from round to round. Donated to each call that advances it.
 
     Attributes:
-      target_cache: keys and values of the text up to, not including, `root`; its `length` is the root's position.
+      target_cache: of the text up to, not including, `root`; its `length` is the root's position.
       drafter_cache: what the proposer keeps, or None; a DFlash cache has the same `length` as `target_cache`.
       root: [B] int32, the last committed token. It is text, but has no keys, values or features yet.
       tokens: [B, O] int32, new tokens; entries at and past `num_tokens` are undefined.

@@ -1,7 +1,9 @@
-"""The target: one functional Flax decoder for Llama 3, Qwen2.5 and Qwen3, dense or with a mixture of experts.
+"""The target: one functional Flax decoder for Llama 3, Qwen2.5, Qwen3 (dense or with a mixture of experts) and the
+hybrids Qwen3.5, Qwen3.6 and Qwen3-Next.
 
-A pass takes N tokens that hang as a tree below the committed text and returns their hidden states and
-keys/values; it never writes the cache. One token, a chain, a draft tree and a chunk of a prompt are all such trees.
+A pass takes N tokens that hang as a tree below the committed text and returns their hidden states and what each
+layer must keep of them; it never writes the cache. One token, a chain, a draft tree and a chunk of a prompt are all
+such trees.
 
 Shape letters: B slots, N tokens of the pass, H query heads, K key/value heads, D head_dim, E hidden size,
 T tapped layers, V vocabulary.
@@ -12,10 +14,12 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from ddtree_jax.config import MoEConfig, TargetConfig
+from ddtree_jax.config import TargetConfig
 from ddtree_jax.models.cache import KVCache, TreeKV
+from ddtree_jax.models.gated_delta import GatedDeltaNet
 from ddtree_jax.models.layers import MLP, Linear, RMSNorm, linear, split_heads
 from ddtree_jax.models.moe import MoE
+from ddtree_jax.models.recurrent import conv_rows
 from ddtree_jax.models.rope import apply_rope, rope_tables
 from pallas_kernels.tree_attention import tree_attention
 
@@ -27,7 +31,7 @@ class TargetPass:
     Attributes:
       hidden: [B, N, E], after the final norm.
       features: [B, N, T * E], the residual stream after the tapped blocks, in the order of `taps`; None without taps.
-      tree_kv: per layer (keys, values) of the N tokens, [B, K, N, D] each.
+      tree_kv: per layer (keys, values) of the N tokens, [B, K, N, D] each, or the rows of a recurrent layer.
     """
 
     hidden: jax.Array
@@ -41,18 +45,17 @@ class Attention(nn.Module):
 
     def setup(self):
         c = self.config
-        self.qkv_proj = Linear(
-            (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.hidden_size, use_bias=c.qkv_bias, dtype=c.jax_dtype
-        )
+        self.qkv_proj = Linear(c.qkv_heads * c.head_dim, c.hidden_size, use_bias=c.qkv_bias, dtype=c.jax_dtype)
         self.o_proj = Linear(c.hidden_size, c.num_heads * c.head_dim, use_bias=c.o_bias, dtype=c.jax_dtype)
         if c.qk_norm:
-            self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, c.jax_dtype)
-            self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, c.jax_dtype)
+            self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, c.jax_dtype, c.zero_centred_norms)
+            self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, c.jax_dtype, c.zero_centred_norms)
 
     def __call__(self, x, rope, ancestors, positions, keys, values, lengths):
         c = self.config
-        heads = split_heads(self.qkv_proj(x), c.num_heads + 2 * c.num_kv_heads)
-        q, k, v = jnp.split(heads, (c.num_heads, c.num_heads + c.num_kv_heads), axis=2)
+        kv_end = c.num_heads + 2 * c.num_kv_heads
+        heads = split_heads(self.qkv_proj(x), c.qkv_heads)
+        q, k, v, gate = jnp.split(heads, (c.num_heads, c.num_heads + c.num_kv_heads, kv_end), axis=2)
         if c.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
@@ -61,40 +64,41 @@ class Attention(nn.Module):
             q, keys, values, lengths, k, v, ancestors,
             scale=c.head_dim**-0.5, sliding_window=self.sliding_window, positions=positions,
         )  # fmt: skip
+        if c.attention_gate:
+            out = out * jax.nn.sigmoid(gate)
         return self.o_proj(out.reshape(*out.shape[:2], -1)), (k, v)
 
 
 class Block(nn.Module):
     config: TargetConfig
-    sliding_window: int | None
-    moe: MoEConfig | None = None
-
-    @classmethod
-    def of(cls, config: TargetConfig, layer: int) -> "Block":
-        """The block of one layer."""
-        return cls(config, config.sliding_windows[layer], config.moe_of(layer))
+    layer: int
 
     def setup(self):
         c = self.config
-        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.jax_dtype)
-        self.self_attn = Attention(c, self.sliding_window)
-        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.jax_dtype)
-        if self.moe is None:
+        self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.jax_dtype, c.zero_centred_norms)
+        if self.layer in c.delta_layers:
+            self.linear_attn = GatedDeltaNet(c)
+        else:
+            self.self_attn = Attention(c, c.sliding_windows[self.layer])
+        self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.jax_dtype, c.zero_centred_norms)
+        moe = c.moe_of(self.layer)
+        if moe is None:
             self.mlp = MLP(c.hidden_size, c.intermediate_size, c.jax_dtype)
         else:
-            self.mlp = MoE(self.moe, c.hidden_size, c.jax_dtype)
+            self.mlp = MoE(moe, c.hidden_size, c.jax_dtype)
 
-    def __call__(self, x, *attention_args):
-        attended, tree_kv = self.self_attn(self.input_layernorm(x), *attention_args)
-        x = x + attended
+    def __call__(self, x, *mixer_args):
+        mixer = self.linear_attn if self.layer in self.config.delta_layers else self.self_attn
+        mixed, tree_kv = mixer(self.input_layernorm(x), *mixer_args)
+        x = x + mixed
         return x + self.mlp(self.post_attention_layernorm(x)), tree_kv
 
 
 class Decoder(nn.Module):
     """Parameters: `embed/weight` [V, E], `layers_i/...`, `norm/weight` [E] and, if untied, `lm_head/weight` [V, E].
 
-    Query, key and value projections are one matrix (q rows first, then k, then v), gate and up another: fewer,
-    larger reads in a memory-bound step.
+    Query, key and value projections are one matrix (q rows first, then k, then v, then the output gates if there are
+    any), gate and up another: fewer, larger reads in a memory-bound step.
     """
 
     config: TargetConfig
@@ -102,8 +106,8 @@ class Decoder(nn.Module):
     def setup(self):
         c = self.config
         self.embed = Linear(c.vocab_size, c.hidden_size, dtype=c.jax_dtype)
-        self.layers = [Block.of(c, i) for i in range(c.num_layers)]
-        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.jax_dtype)
+        self.layers = [Block(c, i) for i in range(c.num_layers)]
+        self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.jax_dtype, c.zero_centred_norms)
         if not c.tie_embeddings:
             self.lm_head = Linear(c.vocab_size, c.hidden_size, dtype=c.jax_dtype)
 
@@ -115,17 +119,23 @@ class Decoder(nn.Module):
         Args:
           tokens: [B, N] int32.
           positions: [B, N] int32, absolute (cache.length + depth in the tree).
-          ancestors: [B, N, ceil(N / 32)] uint32, bit j of row i set where token i sees token j.
+          ancestors: [B, N, ceil(N / 32)] uint32, bit j of row i set where token i sees token j; a
+            token comes after all that it sees.
           cache: committed tokens; all of them are visible to all N.
           taps: zero-based blocks whose output is kept.
         """
         c = self.config
         x = self.embed_tokens(tokens)
-        rope = rope_tables(c.rope, positions, c.head_dim)
+        rope = rope_tables(c.rope, positions, c.rotary_dim or c.head_dim)
+        rows = conv_rows(ancestors, c.delta.conv_kernel) if c.delta_layers else None
+        attention_rows = iter(zip(cache.keys, cache.values, strict=True))
         tapped, tree_kv = {}, []
         for i, layer in enumerate(self.layers):
-            x, kv = layer(x, rope, ancestors, positions, cache.keys[i], cache.values[i], cache.length)
-            tree_kv.append(kv)
+            if i in c.delta_layers:
+                x, kept = layer(x, ancestors, rows, cache.recurrent, c.delta_layers.index(i))
+            else:
+                x, kept = layer(x, rope, ancestors, positions, *next(attention_rows), cache.length)
+            tree_kv.append(kept)
             if i in taps:
                 tapped[i] = x
         features = jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else None

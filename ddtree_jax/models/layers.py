@@ -34,12 +34,17 @@ def linear(
     return y
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """RMSNorm over the last axis, in the order of Llama and Qwen: normalise in float32, cast to x's dtype, weigh."""
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, zero_centred: bool = False) -> jax.Array:
+    """RMSNorm over the last axis, in the order of Llama and Qwen: normalise in float32, cast to x's dtype, weigh.
+
+    Zero-centred (Qwen3.5, Qwen3-Next): multiply by 1 + weight, in float32, and cast last.
+    """
     x32 = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    y = (x32 * scale).astype(x.dtype)
-    return y * jnp.broadcast_to(weight, y.shape)
+    weight = jnp.broadcast_to(weight, x.shape)
+    if zero_centred:
+        return (x32 * scale * (1 + weight.astype(jnp.float32))).astype(x.dtype)
+    return (x32 * scale).astype(x.dtype) * weight
 
 
 def swiglu(gate_up: jax.Array) -> jax.Array:
@@ -83,10 +88,13 @@ class RMSNorm(nn.Module):
     size: int
     eps: float
     dtype: jnp.dtype = jnp.bfloat16
+    zero_centred: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.param("weight", nn.initializers.ones, (self.size,), self.dtype), self.eps)
+        init = nn.initializers.zeros if self.zero_centred else nn.initializers.ones
+        weight = self.param("weight", init, (self.size,), self.dtype)
+        return rms_norm(x, weight, self.eps, zero_centred=self.zero_centred)
 
 
 class MLP(nn.Module):

@@ -42,7 +42,7 @@ def target_features(
     slots = next(s for s in (16, 8, 4, 2, 1) if length % s == 0)
     tapped = []
     for i in range(max(taps) + 1):
-        block = Block.of(c, i).bind({"params": params[f"layers_{i}"]})
+        block = Block(c, i).bind({"params": params[f"layers_{i}"]})
         attention = block.self_attn
         heads = split_heads(attention.qkv_proj(block.input_layernorm(x)), c.num_heads + 2 * c.num_kv_heads)
         q, k, v = jnp.split(heads, (c.num_heads, c.num_heads + c.num_kv_heads), axis=2)

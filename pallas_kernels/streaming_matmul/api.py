@@ -11,11 +11,10 @@ import math
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import choice
 from pallas_kernels.streaming_matmul import config as configs
 from pallas_kernels.streaming_matmul import mosaic_gpu, reference
 from pallas_kernels.streaming_matmul.config import MAX_ROWS, Config, Shape
-
-IMPLEMENTATIONS = ("xla", "mosaic_gpu")
 
 
 def streaming_matmul(
@@ -82,7 +81,7 @@ def _product(x, weight, panels, out_dtype, implementation, early_weights, config
     if implementation == "mosaic_gpu" and obstacle is not None:
         raise NotImplementedError(f"mosaic_gpu cannot do {obstacle}")
     if implementation is None:
-        usable = obstacle is None and _on_hopper() and not configs.xla_is_faster(shape)
+        usable = obstacle is None and choice.on_hopper() and not configs.xla_is_faster(shape)
         implementation = "mosaic_gpu" if usable else "xla"
     rows = x.reshape(shape.rows, inputs)
     if implementation == "xla":
@@ -117,15 +116,9 @@ def unsupported(shape: Shape) -> str | None:
     return None
 
 
-@functools.cache
-def _on_hopper() -> bool:
-    return jax.default_backend() == "gpu" and jax.local_devices()[0].compute_capability == "9.0"
-
-
 def _check(x, weight, panels, implementation):
     """Raises ValueError where the arguments contradict each other."""
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
+    choice.check(implementation)
     if x.ndim < 1 or weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(f"weight must be [O, E] with E = {x.shape[-1:]}, got {weight.shape}")
     if weight.shape[0] % panels:

@@ -188,9 +188,20 @@ def estimate_us(shape: Shape, config: Config) -> float:
     return 2.5 + shallow * max(memory, level2, port, 0.95 * balance, arithmetic) + partial
 
 
-# Best of `python -m benchmarks.streaming_matmul --sweep` on an H200, None where XLA was faster; empty until measured.
+# Best of `python -m benchmarks.streaming_matmul --sweep` on an H200, None where XLA was faster.
 # Keys: (features, inputs, panels, rows), where a number of rows stands for itself and those down to the next key.
-MEASURED: dict[tuple[int, int, int, int], Config | None] = {}
+MEASURED: dict[tuple[int, int, int, int], Config | None] = {
+    (6144, 4096, 1, 64): Config(tile=64, splits=1, cluster=2, consumers=1, block=128, stages=6),
+    (6144, 4096, 1, 128): Config(tile=128, splits=2, cluster=2, consumers=2, block=64, stages=6),
+    (4096, 4096, 1, 64): Config(tile=80, splits=2, cluster=2, consumers=1, block=128, stages=5),
+    (4096, 4096, 1, 128): Config(tile=64, splits=2, cluster=2, consumers=2, block=128, stages=4),
+    (12288, 4096, 2, 64): Config(tile=96, splits=1, cluster=1, consumers=1, block=128, stages=3),
+    (12288, 4096, 2, 128): Config(tile=96, splits=1, cluster=1, consumers=2, block=64, stages=5),
+    (4096, 12288, 1, 64): Config(tile=96, splits=3, cluster=2, consumers=1, block=128, stages=5),
+    (4096, 12288, 1, 128): None,
+    (151936, 4096, 1, 64): Config(tile=192, splits=1, cluster=1, consumers=1, block=128, stages=3),
+    (151936, 4096, 1, 128): None,
+}
 _MEASURED_ROWS = (1, 16, 64, 128, 256)
 
 

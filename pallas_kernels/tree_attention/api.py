@@ -6,14 +6,11 @@ cache P pages, R rows of a page, M entries of a page table.
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import choice
 from pallas_kernels.tree_attention import config, mosaic_gpu, reference
-
-IMPLEMENTATIONS = ("xla", "mosaic_gpu")
 
 
 def tree_attention(
@@ -68,7 +65,7 @@ def tree_attention(
     arguments = (q, k_cache, v_cache, lengths, k_tree, v_tree, ancestors)
     options = dict(scale=scale, sliding_window=sliding_window, softcap=softcap, positions=positions)
     capacity = k_cache.shape[2]
-    if _choose(implementation, mosaic_gpu.unsupported(q, None, capacity, scale)) == "xla":
+    if choice.choose(implementation, mosaic_gpu.unsupported(q, None, capacity, scale)) == "xla":
         return reference.tree_attention(*arguments, **options)
     sizes = config.choose(q.shape, k_cache.shape[1], capacity)
     return mosaic_gpu.tree_attention(*arguments, **options, config=sizes)
@@ -103,7 +100,7 @@ def paged_tree_attention(
     contiguous = jax.ShapeDtypeStruct((slots, kv_heads, entries * page_rows, head_dim), k_pages.dtype)
     _check_arrays(q, contiguous, contiguous, lengths, k_tree, v_tree, ancestors, positions)
     options = dict(scale=scale, sliding_window=sliding_window, softcap=softcap, positions=positions)
-    if _choose(implementation, mosaic_gpu.unsupported(q, page_rows, page_rows, scale)) == "xla":
+    if choice.choose(implementation, mosaic_gpu.unsupported(q, page_rows, page_rows, scale)) == "xla":
         k_cache, v_cache = (_gather(pages, page_table, lengths) for pages in (k_pages, v_pages))
         return reference.tree_attention(q, k_cache, v_cache, lengths, k_tree, v_tree, ancestors, **options)
     sizes = config.choose(q.shape, kv_heads, entries * page_rows)
@@ -120,24 +117,9 @@ def _gather(pages: jax.Array, page_table: jax.Array, lengths: jax.Array) -> jax.
     return taken.transpose(0, 2, 1, 3, 4).reshape(slots, kv_heads, entries * rows, head_dim)
 
 
-def _choose(implementation: str | None, obstacle: str | None) -> str:
-    """The implementation to run; `obstacle` says what the GPU kernel cannot do about this call."""
-    if implementation == "mosaic_gpu" and obstacle is not None:
-        raise NotImplementedError(f"mosaic_gpu cannot do {obstacle}")
-    if implementation is None:
-        return "mosaic_gpu" if obstacle is None and _on_hopper() else "xla"
-    return implementation
-
-
-@functools.cache
-def _on_hopper() -> bool:
-    return jax.default_backend() == "gpu" and jax.local_devices()[0].compute_capability == "9.0"
-
-
 def _check_options(sliding_window, softcap, implementation):
     """Raises ValueError for options out of range."""
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be None or one of {IMPLEMENTATIONS}, got {implementation!r}")
+    choice.check(implementation)
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
     if softcap is not None and not softcap > 0:

@@ -26,21 +26,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic_gpu_layouts import COLUMN, ROWS, across, load, tiled
 from pallas_kernels.tree_attention import masks, packing
 from pallas_kernels.tree_attention.config import Config
 from pallas_kernels.tree_attention.mosaic_gpu_attend import attend
 from pallas_kernels.tree_attention.mosaic_gpu_merge import call_merge, send
-from pallas_kernels.tree_attention.mosaic_gpu_static import (
-    COLUMN,
-    LOG2E,
-    LOWEST,
-    ROWS,
-    Span,
-    Static,
-    across,
-    load,
-    tiled,
-)
+from pallas_kernels.tree_attention.mosaic_gpu_static import LOG2E, LOWEST, Span, Static
 from pallas_kernels.tree_attention.mosaic_gpu_stream import produce
 
 

@@ -10,17 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.tree_attention.mosaic_gpu_static import (
-    COLUMN,
-    LOG2E,
-    LOWEST,
-    MATRIX,
-    ROWS,
-    Span,
-    Static,
-    across,
-    load,
-)
+from pallas_kernels.mosaic_gpu_layouts import COLUMN, MATRIX, ROWS, across, load
+from pallas_kernels.tree_attention.mosaic_gpu_static import LOG2E, LOWEST, Span, Static
 
 
 def attend(static: Static, span: Span, wg, q_s, ring, words_g, oldest, window_g, scratch):

@@ -10,7 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.tree_attention.mosaic_gpu_static import COLUMN, MATRIX, ROWS, Static, across, load
+from pallas_kernels.mosaic_gpu_layouts import COLUMN, MATRIX, ROWS, across, load
+from pallas_kernels.tree_attention.mosaic_gpu_static import Static
 
 _COLUMNS = 16  # of head_dim that one thread block merges: one sector of each row
 

@@ -1,4 +1,4 @@
-"""What is static about one call of the Mosaic GPU kernels, and small helpers they share."""
+"""What is static about one call of the Mosaic GPU kernels."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.tree_attention import packing
 from pallas_kernels.tree_attention.config import Config
 
 LOG2E = math.log2(math.e)
 LOWEST = -1e30  # finite: the difference of two of these is a number
-ROWS = packing.TILE
-MATRIX = plgpu.Layout.WGMMA
-COLUMN = plgpu.Layout.WGMMA.reduce(1)  # one value per row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,19 +70,3 @@ class Span:
     whole: jax.Array  # cache blocks before this one are live throughout
     cache_blocks: jax.Array
     length: jax.Array
-
-
-def tiled(columns: int, dtype) -> tuple:
-    """The shared-memory layout that TMA writes and wgmma reads: tiles of 8 rows, the widest swizzle that fits."""
-    size = jnp.dtype(dtype).itemsize
-    swizzle = next(width for width in (128, 64, 32) if columns * size % width == 0)
-    return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
-
-
-def across(column: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Spreads one value per row [64] over the columns of a matrix."""
-    return lax.broadcast_in_dim(column, shape, (0,))
-
-
-def load(ref, layout) -> jax.Array:
-    return plgpu.load(ref, layout=layout, optimized=False)

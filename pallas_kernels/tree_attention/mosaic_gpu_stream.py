@@ -9,7 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.tree_attention.mosaic_gpu_static import MATRIX, ROWS, Span, Static, load
+from pallas_kernels.mosaic_gpu_layouts import MATRIX, ROWS, load
+from pallas_kernels.tree_attention.mosaic_gpu_static import Span, Static
 
 
 def produce(static: Static, span: Span, slot, head, operands: dict, ring, barriers: dict) -> None:

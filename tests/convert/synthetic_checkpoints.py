@@ -153,3 +153,65 @@ def write_folder(
         (folder / "tokenizer.json").write_text(tokenizer_json())
         (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "d"}))
     return folder
+
+
+# Hybrids: key heads, value heads, their dimensions and the taps of the convolution, all different.
+KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS = 2, 6, 4, 3, 4
+HYBRID_CLASSES = {
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+}
+
+
+def hybrid_json(architecture: str, **changes) -> dict:
+    """Two layers: Gated DeltaNet, then attention. Changes apply to the text model's settings."""
+    text = {k: v for k, v in target_json("qwen3").items() if k not in ("architectures", "model_type", "rope_theta")}
+    text |= {
+        "layer_types": ["linear_attention", "full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+        "linear_num_key_heads": KEY_HEADS,
+        "linear_num_value_heads": VALUE_HEADS,
+        "linear_key_head_dim": KEY_DIM,
+        "linear_value_head_dim": VALUE_DIM,
+        "linear_conv_kernel_dim": TAPS,
+    }
+    if architecture == "qwen3_next":
+        text["num_experts"] = 0
+    outer = {"architectures": [HYBRID_CLASSES[architecture]], "model_type": architecture}
+    if architecture != "qwen3_5":
+        return {**text, **outer, **changes}
+    text["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [1, 1, 0]}
+    text["model_type"] = "qwen3_5_text"
+    return {**outer, "text_config": {**text, **changes}, "vision_config": {"depth": 1}, "tie_word_embeddings": False}
+
+
+def hybrid_tensors(config: dict, seed: int = 0, dtype=ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
+    kind, text = config["model_type"], config.get("text_config", config)
+    prefix = "model.language_model." if kind == "qwen3_5" else "model."
+    keys, values = KEY_HEADS * KEY_DIM, VALUE_HEADS * VALUE_DIM
+    shapes = {f"{prefix}embed_tokens.weight": (VOCAB, HIDDEN), f"{prefix}norm.weight": (HIDDEN,)}
+    layer = _layer("", norms=True, qkv_bias=False, o_bias=False) | {
+        "self_attn.q_proj.weight": (2 * HEADS * HEAD_DIM, HIDDEN)
+    }
+    shapes |= {f"{prefix}layers.1.{name}": shape for name, shape in layer.items()}
+    delta = {name: shape for name, shape in layer.items() if not name.startswith("self_attn")}
+    delta |= {
+        "linear_attn.conv1d.weight": (2 * keys + values, 1, TAPS),
+        "linear_attn.A_log": (VALUE_HEADS,),
+        "linear_attn.dt_bias": (VALUE_HEADS,),
+        "linear_attn.norm.weight": (VALUE_DIM,),
+        "linear_attn.out_proj.weight": (HIDDEN, values),
+    }
+    packed = {"qkvz": 2 * keys + 2 * values, "ba": 2 * VALUE_HEADS}
+    split = {"qkv": 2 * keys + values, "z": values, "b": VALUE_HEADS, "a": VALUE_HEADS}
+    for name, rows in (packed if kind == "qwen3_next" else split).items():
+        delta[f"linear_attn.in_proj_{name}.weight"] = (rows, HIDDEN)
+    shapes |= {f"{prefix}layers.0.{name}": shape for name, shape in delta.items()}
+    if not text["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (VOCAB, HIDDEN)
+    tensors = _random(shapes, seed, dtype)
+    name = f"{prefix}layers.0.linear_attn.A_log"
+    # Checkpoints keep this one in float32, in digits that bfloat16 has not.
+    tensors[name] = np.log(np.random.default_rng(seed).uniform(0.01, 16, VALUE_HEADS)).astype(np.float32)
+    return tensors

@@ -152,8 +152,6 @@ def fused(tmp_path):
         ({"mlp_only_layers": [2]}, "mlp_only_layers", "layers in 0..1", "2"),
         ({"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window", "False", "True"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "architectures", "Qwen3MoeForCausalLM", "Qwen3ForCausalLM"),
-        ({"model_type": "qwen3_5_moe"}, "model_type", "'qwen3_moe'", "its linear-attention layers are not supported"),
-        ({"model_type": "qwen3_5_moe_text"}, "model_type", "'qwen3_moe'", "are not supported yet"),
     ],
 )
 def test_config_refusals(source, changes, key, expected, found):

@@ -6,11 +6,14 @@ import pytest
 
 import ddtree_jax as dt
 from ddtree_jax import testing
+from ddtree_jax.config import DeltaConfig
 from ddtree_jax.decode import run as device
 from ddtree_jax.decode.plan import make_plan
 from ddtree_jax.prepare import inputs
 from pallas_kernels import choice
-from pallas_kernels.tree_attention import api as tree_attention_api
+
+# Heads of the real size: the kernel takes no other.
+DELTA = DeltaConfig(num_key_heads=1, num_value_heads=2, key_head_dim=128, value_head_dim=128)
 
 
 def lowered(monkeypatch, method, num_nodes, num_layers, **overrides) -> str:
@@ -20,12 +23,11 @@ def lowered(monkeypatch, method, num_nodes, num_layers, **overrides) -> str:
         target, num_heads=6, num_kv_heads=2, head_dim=64, num_layers=1, causal=(False,), sliding_windows=(None,),
         target_layer_ids=(0,), block_size=4,
     )  # fmt: skip
-    config = dt.DecodeConfig(method=method, num_nodes=num_nodes, max_new_tokens=16, temperature=1.0)
+    config = dt.DecodeConfig(method="ddtree", num_nodes=num_nodes, max_new_tokens=16, temperature=1.0)
     plan = make_plan(config, target.config, drafter.config, [3])
     args = inputs(target, drafter, plan, [[1, 2, 3]], 0, 1.0)
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), args)
     with monkeypatch.context() as patch:
-        patch.setattr(tree_attention_api, "_on_hopper", lambda: True)
         patch.setattr(choice, "on_hopper", lambda: True)
         return device.run.trace(plan.loop, *args).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -54,3 +56,13 @@ def test_lowers_with_the_kernels_of_the_experts(monkeypatch, num_layers):
     text = lowered(monkeypatch, "ddtree", 16, num_layers, hidden_size=128, moe=moe)
     # Both products, each lowered once for all layers, and for the prefill chunk and the tree alike (16 tokens each).
     assert sum("grouped_matmul" in line and "mosaic_gpu" in line for line in text.splitlines()) == 2
+
+
+def test_lowers_with_the_kernels_of_recurrent_layers(monkeypatch):
+    texts = [
+        lowered(monkeypatch, "ddtree", 16, n + 1, hybrid=True, delta_layers=tuple(range(n)), delta=DELTA)
+        for n in (1, 2)
+    ]
+    # Beside the attention: the delta rule of prefill chunk and tree, and the commit of the accepted path.
+    assert texts[0].count("mosaic_gpu") >= 6
+    assert texts[0].count("mosaic_gpu") == texts[1].count("mosaic_gpu")

@@ -16,10 +16,14 @@ from ddtree_jax.models.abstract import check_fits
 from ddtree_jax.models.dflash import DFlash
 from ddtree_jax.prepare import inputs
 
+DENSE_AND_HYBRID = pytest.mark.parametrize("pair", ["dense", "hybrid"], indirect=True)
+
 
 @pytest.fixture(scope="module")
-def pair():
-    target = testing.tiny_target(seed=5, num_layers=2, sliding_windows=(None, None))
+def pair(request):
+    hybrid = getattr(request, "param", "dense") == "hybrid"
+    layers = dict(hybrid=True, delta_layers=(0,)) if hybrid else {}
+    target = testing.tiny_target(seed=5, num_layers=2, sliding_windows=(None, None), **layers)
     return target, testing.tiny_drafter(target, block_size=6)
 
 
@@ -34,6 +38,7 @@ METHODS = pytest.mark.parametrize("method", ["ddtree", "static_tree", "lookup_tr
 
 
 @METHODS
+@DENSE_AND_HYBRID
 def test_no_recompilation_within_a_bucket(pair, method):
     compiled = []
     jax.monitoring.register_event_duration_secs_listener(
@@ -75,6 +80,7 @@ def test_a_round_copies_no_cache_and_no_weight(pair):
 
 
 @METHODS
+@DENSE_AND_HYBRID
 def test_state_is_donated(pair, method):
     plan, args = arguments(pair, [[1, 2, 3]], method=method)
     call, _ = device.executable(device.run, plan.loop, *args)
@@ -82,7 +88,7 @@ def test_state_is_donated(pair, method):
     caches = sum(x.nbytes for x in jax.tree.leaves((args[-1].target_cache, args[-1].drafter_cache)))
     call(*args)
     assert aliased >= caches
-    assert all(x.is_deleted() for x in args[-1].target_cache.keys)
+    assert all(x.is_deleted() for x in jax.tree.leaves((args[-1].target_cache.keys, args[-1].target_cache.recurrent)))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -146,15 +152,22 @@ def full_context(target, drafter, tokens):
     return DFlash(drafter.config).apply(variables, out.features, positions, method=DFlash.context_rows)
 
 
+@DENSE_AND_HYBRID
 def test_a_round_leaves_finished_slots_alone(pair):
     plan, (params, request, prompt, lengths, state) = arguments(pair, [[1, 2, 3], [4, 5]], batch_size=2)
     start, _ = device.executable(device.start, plan.loop, params, request, prompt, lengths, state)
     state = start(params, request, prompt, lengths, state)
     state = state.replace(done=jnp.array([True, False]))
-    before = jax.device_get((state.root[0], state.num_tokens[0], state.rounds[0], state.target_cache.length[0]))
+
+    def slot(state):
+        recurrent = jax.tree.map(lambda x: x[:, 0], state.target_cache.recurrent)
+        kept = (state.root[0], state.num_tokens[0], state.rounds[0], state.target_cache.length[0], recurrent)
+        return jax.device_get(kept)
+
+    before = slot(state)
     step, _ = device.executable(device.advance, plan.loop, params, request, state, ALL_ROUNDS)
     after = step(params, request, state, ALL_ROUNDS)
-    assert before == jax.device_get((after.root[0], after.num_tokens[0], after.rounds[0], after.target_cache.length[0]))
+    jax.tree.map(np.testing.assert_array_equal, before, slot(after))
     assert int(after.num_tokens[1]) == 24
 
 

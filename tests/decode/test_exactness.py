@@ -21,15 +21,21 @@ PROMPTS = [[3, 1, 4, 1, 5], [9] * 19, [2, 7]]
 TEMPERATURES = (0.0, 0.7, 1.0)
 SLOW = pytest.mark.slow
 SEED = (11, 12, 13)
-KINDS = {"dense": {}, "moe": dict(moe=testing.tiny_moe(2))}
-MOE_TOO = pytest.mark.parametrize("pair", ["dense", pytest.param("moe", marks=SLOW)], indirect=True)
+KINDS = {
+    "dense": dict(num_layers=2),
+    "moe": dict(num_layers=2, moe=testing.tiny_moe(2)),
+    "hybrid": dict(num_layers=3, hybrid=True, delta_layers=(0, 2)),
+}
+OTHERS_TOO = pytest.mark.parametrize(
+    "pair", ["dense", *(pytest.param(kind, marks=SLOW) for kind in KINDS if kind != "dense")], indirect=True
+)
 
 
 @pytest.fixture(scope="module")
 def pair(request):
     """A target of the kind that the test names, dense by default, and a drafter for it."""
     kind = KINDS[getattr(request, "param", "dense")]
-    target = testing.tiny_target(seed=0, num_layers=2, sliding_windows=(None, None), **kind)
+    target = testing.tiny_target(seed=0, sliding_windows=(None,) * kind["num_layers"], **kind)
     return target, testing.tiny_drafter(target)
 
 
@@ -94,12 +100,32 @@ def test_every_method(pair, reference, method, num_nodes, batch, temperature):
     check(out, reference(temperature, max_new_tokens=32)[:batch])
 
 
+DRAFTERS = {
+    "own tables": dict(own_embedding=True, own_head=True, draft_vocab_size=23),
+    "from the anchor": dict(sample_from_anchor=True),
+}
+
+
+def combinations_of_drafters():
+    cases = [("ddtree", 16), ("dflash", 2), ("static_tree", 2)]
+    for kind, case, temperature in itertools.product(DRAFTERS, cases, TEMPERATURES):
+        yield pytest.param(kind, *case, temperature, marks=() if (case[0], temperature) == ("ddtree", 0.7) else SLOW)
+
+
+@pytest.mark.parametrize("kind,method,num_nodes,temperature", list(combinations_of_drafters()))
+def test_every_kind_of_drafter(pair, reference, kind, method, num_nodes, temperature):
+    drafter = testing.tiny_drafter(pair[0], **DRAFTERS[kind])
+    out = decode(pair[0], drafter, PROMPTS, method, num_nodes, temperature=temperature, max_new_tokens=32)
+    check(out, reference(temperature, max_new_tokens=32))
+
+
+@OTHERS_TOO
 def test_the_reference_meets_stops_and_limits(reference):
     reasons = {reason for temperature in TEMPERATURES for _, reason in reference(temperature, max_new_tokens=32)}
     assert reasons == {"stop", "length"}
 
 
-@MOE_TOO
+@OTHERS_TOO
 @pytest.mark.parametrize(
     "method,num_nodes",
     [
@@ -149,7 +175,7 @@ LONG_PATHS = {  # with the temperatures of the first stage
 }
 
 
-@MOE_TOO
+@OTHERS_TOO
 @pytest.mark.parametrize(
     "shape,rank_spread,stops,temperature",
     [
@@ -197,6 +223,7 @@ def circling_target(period):
     return dt.Target(target.config, params | {"embed": {"weight": eye}, "lm_head": {"weight": head}})
 
 
+@OTHERS_TOO
 def test_bfloat16_differs_only_at_near_ties(pair):
     """In bfloat16 other matrix shapes may flip a near-tie: where texts part, the float32 margin must be tiny."""
     target = testing.with_dtype(pair[0], "bfloat16")

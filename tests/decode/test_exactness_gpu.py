@@ -20,6 +20,7 @@ from ddtree_jax.decode.sampling import position_noise
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
 from ddtree_jax.tree import static_bits
+from pallas_kernels.choice import on_hopper
 
 ROWS = 512
 PROMPTS = [np.random.default_rng(i).integers(0, 500, n).tolist() for i, n in enumerate((5, 150, 330))]
@@ -27,10 +28,6 @@ SEEDS = (11, 12, 13)
 NEW_TOKENS = 64
 # In standard deviations of the logits: what two bfloat16 passes of a tiny model may differ by.
 MARGIN = 0.08
-
-
-def on_hopper() -> bool:
-    return jax.default_backend() == "gpu" and jax.local_devices()[0].compute_capability == "9.0"
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper(), reason="needs a Hopper GPU")]

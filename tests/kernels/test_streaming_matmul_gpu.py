@@ -6,12 +6,9 @@ import numpy as np
 import pytest
 from streaming_matmul_suite import Case, StreamingMatmulSuite, make_operands
 
+from pallas_kernels.choice import on_hopper
 from pallas_kernels.streaming_matmul import streaming_matmul, streaming_swiglu
 from pallas_kernels.streaming_matmul.config import Config
-
-
-def on_hopper() -> bool:
-    return jax.default_backend() == "gpu" and jax.local_devices()[0].compute_capability == "9.0"
 
 
 def config(**fields):

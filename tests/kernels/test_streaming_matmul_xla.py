@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from streaming_matmul_suite import Case, StreamingMatmulSuite, make_operands, oracle
 
+from pallas_kernels import choice
 from pallas_kernels.streaming_matmul import api, config, streaming_matmul, streaming_swiglu
 from pallas_kernels.streaming_matmul.config import Config, Shape, candidates, choose, shared_bytes
 
@@ -94,7 +95,7 @@ def test_measurements_overrule_the_model(monkeypatch):
     measured = Config(tile=64, splits=1, cluster=1, consumers=1, block=64, stages=3)
     monkeypatch.setattr(config, "MEASURED", {(640, 1024, 1, 64): measured, (640, 1024, 1, 128): None})
     choose.cache_clear()
-    monkeypatch.setattr(api, "_on_hopper", lambda: True)
+    monkeypatch.setattr(choice, "on_hopper", lambda: True)
     used = []
     monkeypatch.setattr(api, "from_kernel", lambda x, w, shape, config, **_: used.append(config) or x @ w.T)
     for rows in (10, 17, 64, 65, 128):

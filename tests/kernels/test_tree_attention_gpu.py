@@ -5,11 +5,8 @@ import numpy as np
 import pytest
 from suite import Case, TreeAttentionSuite, make_operands, to_pages
 
+from pallas_kernels.choice import on_hopper
 from pallas_kernels.tree_attention import paged_tree_attention, tree_attention
-
-
-def on_hopper() -> bool:
-    return jax.default_backend() == "gpu" and jax.local_devices()[0].compute_capability == "9.0"
 
 
 @pytest.mark.gpu

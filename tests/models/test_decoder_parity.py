@@ -44,16 +44,14 @@ append_rows, commit_path = jax.jit(cache_lib.append_rows), jax.jit(cache_lib.com
 class Runner:
     """Feeds trees of tokens to a decoder and compares what comes out; keeps the cache between passes."""
 
-    def __init__(self, name: str, taps: tuple[int, ...] | None = None, batch: int = 2):
+    def __init__(self, name: str, taps: tuple[int, ...] | None = None, batch: int = 2, capacity: int = CAPACITY):
         config = target(name).config
         self.taps = tuple(range(config.num_layers)) if taps is None else taps
         self._run = compiled(name, self.taps)
         # Rows that nobody wrote are NaN: reading one of them cannot go unnoticed.
-        shape = (batch, config.num_kv_heads, CAPACITY, config.head_dim)
-        keys, values = (
-            tuple(jnp.asarray(np.full(shape, np.nan, config.jax_dtype)) for _ in range(config.num_layers)) for _ in "kv"
-        )
-        self.cache = KVCache(keys=keys, values=values, length=jnp.zeros((batch,), jnp.int32))
+        empty = KVCache.empty(config, batch=batch, rows=capacity)
+        keys, values = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), (empty.keys, empty.values))
+        self.cache = empty.replace(keys=keys, values=values)
 
     def tree(self, tokens, parent):
         """One pass over nodes with the given parents (-1: the root, below the cache) -> logits, taps [layers, ...]."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from golden_models import DRAFTERS, DRAFTERS_TARGET, drafter, golden, target
 
-from ddtree_jax.decode.proposers import DFlashProposer
+from ddtree_jax.decode.proposers import Chain, DFlashProposer
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
 from ddtree_jax.models.dflash import DFlash, block_visibility
@@ -110,7 +110,7 @@ def test_proposed_log_probs(case):
     """Scales, soft cap and slot layout, as the decode loop applies them, with the target's embedding and head."""
     config, params, gold = case
     model = target(DRAFTERS_TARGET)
-    proposer = DFlashProposer(Decoder(model.config), config, config.depth, None)
+    proposer = DFlashProposer(Decoder(model.config), config, config.depth, Chain())
     cache = empty_cache(config)
     for j in range(2):
         cache = grow(config, params, gold["features"], gold["lengths"][:, j], cache, 7 + j)

@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_train import drafter_params, tiny_rows
+from tiny_train import drafter_params, tiny_config, tiny_rows
 
 from ddtree_jax import testing
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
 from ddtree_jax.models.dflash import DFlash
+from ddtree_jax.train.config import drafter_config
 from ddtree_jax.train.forward import draft_blocks, target_features
 from ddtree_jax.tree import static_bits
 
@@ -83,3 +84,9 @@ def test_blocks_equal_the_drafter_of_the_decode_loop(causal, windows, chunk_byte
             context[0, : anchor - start] = features[r, start:anchor]
             expected = decode(context, np.array([anchor - start], np.int32), embedding[np.array(ids)][None])
             np.testing.assert_allclose(found[r, i], expected[0], atol=1e-5)
+
+
+def test_hybrid_targets_are_refused():
+    """Rows of documents would need a state a document; nothing here may train on features that decoding never sees."""
+    with pytest.raises(ValueError, match=r"Gated DeltaNet layers \(qwen3_5_text\)"):
+        drafter_config(tiny_config(), testing.tiny_hybrid_config(vocab_size=testing.TINY_VOCABULARY))

@@ -1,0 +1,170 @@
+"""What recurrent layers keep of the committed text, and how a commit moves it on.
+
+A Gated DeltaNet layer (arXiv 2412.06464) remembers the last W - 1 inputs of its convolution and one matrix a value
+head. A pass over a tree reads both once and writes neither. What it leaves of a token are the projections before the
+convolution; a commit computes keys, values, decays and write strengths of the kept tokens anew, in float32, and runs
+the recurrence over them, all layers at once. So a token of a tree costs one row a layer, never a state.
+
+Shape letters: M recurrent layers, B slots, N tokens of a pass, R rows of a commit, W taps of the convolution,
+C its channels (queries, keys, values), Hk, Hv, Dk, Dv key and value heads and their dimensions.
+"""
+
+from collections.abc import Callable, Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from ddtree_jax.config import DeltaConfig
+from ddtree_jax.tree import gather_path
+from pallas_kernels.gated_delta_tree import gated_delta_fold, gated_delta_replay
+
+_L2_EPS = 1e-6
+
+
+@flax.struct.dataclass
+class RecurrentState:
+    """The memory of all recurrent layers, after the last committed token.
+
+    Attributes:
+      window: [M, B, W - 1, C] the last inputs of the convolution, oldest first, in the model's dtype; zeros at first.
+      states: [M, B, Hv, Dk, Dv] float32.
+    """
+
+    window: jax.Array
+    states: jax.Array
+
+    @classmethod
+    def empty(cls, config: DeltaConfig, *, layers: int, batch: int, dtype: jnp.dtype) -> "RecurrentState":
+        """The state before any text."""
+        c = config
+        return cls(
+            window=jnp.zeros((layers, batch, c.conv_kernel - 1, c.conv_channels), dtype),
+            states=jnp.zeros((layers, batch, c.num_value_heads, c.key_head_dim, c.value_head_dim), jnp.float32),
+        )
+
+
+@flax.struct.dataclass
+class RecurrentRows:
+    """What a pass leaves of one recurrent layer. The layer's weights ride along, so that a commit needs no module.
+
+    Attributes:
+      inputs: [B, N, C + 2 Hv], projections before the convolution: queries, keys, values, write strengths, decays.
+      conv_weight: [C, W], the newest tap last.
+      decay_rate_log, decay_bias: [Hv] float32 (`A_log`, `dt_bias`).
+    """
+
+    inputs: jax.Array
+    conv_weight: jax.Array
+    decay_rate_log: jax.Array
+    decay_bias: jax.Array
+
+
+def parents(ancestors: jax.Array) -> jax.Array:
+    """The parent of each node, [B, N] int32, -1 at roots, from packed ancestor-or-self bits [B, N, Q] uint32.
+
+    Parents come before children, so of a node's ancestors the parent has the largest index: the highest bit below it.
+    """
+    nodes, words = ancestors.shape[1:]
+    node = jnp.arange(nodes, dtype=jnp.int32)[:, None]
+    word = jnp.arange(words, dtype=jnp.int32)[None, :]
+    own = jnp.where(word == node // 32, jnp.uint32(1) << (node % 32).astype(jnp.uint32), jnp.uint32(0))
+    above = ancestors & ~own[None]
+    highest = 31 - jax.lax.clz(above).astype(jnp.int32)
+    return jnp.max(jnp.where(above == 0, -1, 32 * word[None] + highest), axis=-1)
+
+
+def conv_rows(ancestors: jax.Array, kernel: int) -> jax.Array:
+    """Rows that each token's convolution reads, oldest tap first.
+
+    Returns:
+      [B, N, W] int32 into the W - 1 rows of the window followed by the N rows of the pass.
+    """
+    window = kernel - 1
+    batch, nodes = ancestors.shape[:2]
+    # One step up: a root follows the window's last row, a row of the window the one before it.
+    above = jnp.concatenate(
+        [
+            jnp.broadcast_to(jnp.arange(-1, window - 1, dtype=jnp.int32)[None], (batch, window)),
+            parents(ancestors) + window,
+        ],
+        axis=1,
+    )
+    row = jnp.broadcast_to(jnp.arange(window, window + nodes, dtype=jnp.int32)[None], (batch, nodes))
+    rows = [row]
+    for _ in range(window):
+        row = jnp.take_along_axis(above, row, axis=1, mode="clip")
+        rows.append(row)
+    return jnp.stack(rows[::-1], axis=-1)
+
+
+def short_conv(taps: Sequence[jax.Array], weight: jax.Array) -> jax.Array:
+    """The causal depthwise convolution and its SiLU, in float32.
+
+    Args:
+      taps: W arrays [..., R, C], oldest first.
+      weight: [..., 1, C, W], of the rank of a tap and one more.
+
+    Returns:
+      [..., R, C] in the dtype of the taps.
+    """
+    total = sum(tap.astype(jnp.float32) * weight[..., t].astype(jnp.float32) for t, tap in enumerate(taps))
+    return jax.nn.silu(total).astype(taps[0].dtype)
+
+
+def unit(x: jax.Array) -> jax.Array:
+    """x / |x| over the last axis, in float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _L2_EPS)
+
+
+def gates(strength_decay: jax.Array, rate_log: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Decays and write strengths.
+
+    Args:
+      strength_decay: [..., R, 2 Hv], both projections, write strengths first.
+      rate_log, bias: [..., 1, Hv] float32, of the same rank.
+
+    Returns:
+      (log_decay, beta), [..., R, Hv] float32 each.
+    """
+    strength, decay = jnp.split(strength_decay.astype(jnp.float32), 2, axis=-1)
+    return -jnp.exp(rate_log) * jax.nn.softplus(decay + bias), jax.nn.sigmoid(strength)
+
+
+def append(state: RecurrentState, rows: Sequence[RecurrentRows], count: jax.Array) -> RecurrentState:
+    """Moves the state over the first `count` [B] rows of a pass over consecutive tokens (a chunk of a prompt)."""
+    return _advance(gated_delta_fold, state, [r.inputs for r in rows], rows, count)
+
+
+def append_path(
+    state: RecurrentState, rows: Sequence[RecurrentRows], path: jax.Array, count: jax.Array
+) -> RecurrentState:
+    """Moves the state over the first `count` [B] nodes of `path` [B, R], one token after the other."""
+    return _advance(gated_delta_replay, state, [gather_path(r.inputs, path) for r in rows], rows, count)
+
+
+def _advance(
+    recurrence: Callable, state: RecurrentState, inputs: list[jax.Array], weights: Sequence[RecurrentRows], count
+) -> RecurrentState:
+    """`inputs`: a layer's [B, R, C + 2 Hv] each. A count of 0 leaves every bit of a slot."""
+    kernel, channels = state.window.shape[2] + 1, state.window.shape[3]
+    value_heads, key_dim, value_dim = state.states.shape[2:]
+    values = value_heads * value_dim
+    keys = (channels - values) // 2
+    inputs = jnp.stack(inputs)  # [M, B, R, C + 2 Hv]
+    number = inputs.shape[2]
+    per_layer = [jnp.stack([getattr(w, f) for w in weights]) for f in ("conv_weight", "decay_rate_log", "decay_bias")]
+    conv_weight, rate_log, bias = (x[:, None, None] for x in per_layer)
+
+    line = jnp.concatenate([state.window, inputs[..., :channels]], axis=2)
+    # Queries are of no use to a state.
+    taps = [line[:, :, t : t + number, keys:] for t in range(kernel)]
+    k, v = jnp.split(short_conv(taps, conv_weight[..., keys:, :]), (keys,), axis=-1)
+    log_decay, beta = gates(inputs[..., channels:], rate_log, bias)
+    states = recurrence(
+        unit(k.reshape(*k.shape[:3], -1, key_dim)), v.reshape(*v.shape[:3], value_heads, value_dim),
+        log_decay, beta, state.states, count,
+    )  # fmt: skip
+    last = count[:, None] + jnp.arange(kernel - 1, dtype=jnp.int32)[None, :]
+    return RecurrentState(window=jnp.take_along_axis(line, last[None, :, :, None], axis=2, mode="clip"), states=states)
