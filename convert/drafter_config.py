@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from convert.drafter_formats import Drafting, read_drafting
+from convert.drafter_formats import SIZES_2, VARIANTS, VARIANTS_2, Drafting, read_drafting
 from convert.errors import ConversionError, mismatch
 from convert.fields import Fields
 from convert.hf_config import head_counts, head_dim, refuse_variants
@@ -37,6 +37,7 @@ def drafter_config(
     if (folder / "mask_embedding.pt").exists():
         found = "an own mask embedding (not supported)"
         raise mismatch(folder / "mask_embedding.pt", "file", expected="none", found=found)
+    _refuse_variants(drafting)
     model = drafting.model
     refuse_variants(model)
 
@@ -45,7 +46,7 @@ def drafter_config(
     target_layers = drafting.target_layers or target.num_layers
     vocabulary = model.integer("vocab_size", target.vocab_size)
     draft_vocabulary = _draft_vocabulary(drafting, names, vocabulary)
-    scale = _scales(drafting)
+    scale, sizes = _scales(drafting), _sizes(drafting)
     result = DrafterConfig(
         hidden_size=model.integer("hidden_size"),
         intermediate_size=model.integer("intermediate_size"),
@@ -71,6 +72,10 @@ def drafter_config(
         own_embedding="embed_tokens.weight" in names,
         own_head="lm_head.weight" in names or draft_vocabulary is not None,
         draft_vocab_size=draft_vocabulary,
+        conv_taps=sizes["conv_kernel_size"],
+        conv_group_size=sizes["conv_group_size"],
+        selector_rank=sizes["selector_rank"],
+        selector_top_k=sizes["selector_top_k"],
         dtype=dtype or target.dtype,
     )
     try:
@@ -78,6 +83,23 @@ def drafter_config(
     except ValueError as error:
         raise ConversionError(f"{config.file}: {error}") from None
     return result
+
+
+def _refuse_variants(drafting: Drafting) -> None:
+    variants = VARIANTS | (VARIANTS_2 if drafting.second else {})
+    for key, absent in variants.items():
+        place = drafting.place(key)
+        if not (drafting.second and key in SIZES_2) and place.data.get(key) not in absent:
+            found = f"{place.data[key]!r} (a variant of DFlash that is not supported)"
+            raise place.error(key, expected="nothing", found=found)
+
+
+def _sizes(drafting: Drafting) -> dict[str, int]:
+    """Sizes of what DFlash 2 adds; convolutions and selector may each be left out of it (0)."""
+    if not drafting.second:
+        return SIZES_2 | {"conv_kernel_size": 0, "selector_rank": 0}
+    least = {"conv_kernel_size": 0, "selector_rank": 0}
+    return {key: drafting.place(key).integer(key, size, least=least.get(key, 1)) for key, size in SIZES_2.items()}
 
 
 def _scales(drafting: Drafting) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """The formats that DFlash drafters are published in, each read into the same `Drafting`.
 
-- z-lab: flat, or with settings inside `dflash_config`; of the two places the inner one wins. DeepSpec and DSpark write
-  it too, with another layout of the slots.
+- z-lab: flat, or with settings inside `dflash_config`; of the two places the inner one wins. DFlash 2 is another
+  architecture of it. DeepSpec and DSpark write it too, with another layout of the slots.
 - speculators (Red Hat, vLLM): the model is described in `transformer_layer_config`; the output of block l is tap l + 1.
 - Open Spec 0.0.0: flat, with `speculative_config`; where counting of taps begins is written in it.
 
@@ -10,13 +10,12 @@ The last two may hold an embedding and a head of their own, the head over a part
 
 import dataclasses
 import warnings
-from collections.abc import Iterable
 
 from convert.errors import ConversionWarning, mismatch
 from convert.fields import Fields
 from convert.hf_config import LAYER_KINDS, sliding_windows
 
-ARCHITECTURE = "DFlashDraftModel"
+ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
 # Architectures of the slot layout, whose configs do not always declare it.
 ANCHOR_ARCHITECTURES = ("Qwen3DFlashModel", "Qwen3DSparkModel")
 # Own copies of the target's embedding and head are the mark of the slot layout where the config is silent (DeepSpec).
@@ -30,18 +29,21 @@ _MARKS = {
     "z-lab": ("dflash_config",),
 }
 
-# Settings of variants of DFlash that would be wrong to ignore: (key, values that mean "not that variant").
-_VARIANTS = (
-    ("projector_type", (None, "none", "dflash")),
-    ("shift_label", (None, False)),
-    ("attention_sink_bias", (None, False)),
-    ("attention_value_scale", (None, 1.0)),
-    ("conv_kernel_size", (None, 0)),
-    ("selector_rank", (None, 0)),
-    ("markov_head_type", (None, "none")),
-    ("markov_rank", (None, 0)),
-)
-_VARIANT_KEYS = {key for key, _ in _VARIANTS}
+# Settings of variants of DFlash that would be wrong to ignore -> values that mean "not that variant".
+VARIANTS = {
+    "projector_type": (None, "none", "dflash"),
+    "shift_label": (None, False),
+    "attention_sink_bias": (None, False),
+    "attention_value_scale": (None, 1.0),
+    "markov_head_type": (None, "none"),
+    "markov_rank": (None, 0),
+    "conv_kernel_size": (None, 0),
+    "selector_rank": (None, 0),
+}
+# What DFlash 2 sets of these, and how large what it adds is by default.
+VARIANTS_2 = {"projector_type": (None, "none", "dflash2")}
+SIZES_2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+_VARIANT_KEYS = VARIANTS.keys() | SIZES_2.keys()
 _SCALES = {"output_multiplier", "final_logit_softcapping", "input_embedding_scale"}
 _Z_LAB_KEYS = _VARIANT_KEYS | _SCALES | {
     "block_size", "mask_token_id", "mask_token", "target_layer_ids", "num_target_layers", "causal", "use_swa",
@@ -69,6 +71,7 @@ class Drafting:
       block_size, mask_token_id, causal, windows, sample_from_anchor: as in `DrafterConfig`.
       taps: zero-based blocks; None for the default spread.
       target_layers: depth of the target; None where the format does not say.
+      second: whether it is DFlash 2.
       draft_vocabulary: rows of its own head; None where the head is the target's or of its size.
     """
 
@@ -81,6 +84,7 @@ class Drafting:
     causal: tuple[bool, ...]
     windows: tuple[int | None, ...]
     sample_from_anchor: bool
+    second: bool = False
     draft_vocabulary: int | None = None
 
     def place(self, key: str) -> Fields:
@@ -97,8 +101,8 @@ def read_drafting(config: Fields, tensor_names: set[str], *, sample_from_anchor:
       sample_from_anchor: the caller says that the slots are laid out as in DSpark and DeepSpec.
 
     Raises:
-      ConversionError: marks of two formats, an unknown version or variant, a slot layout that the caller contradicts
-        or, where only he can know it, has not confirmed.
+      ConversionError: marks of two formats, an unknown version, a slot layout that the caller contradicts or, where
+        only he can know it, has not confirmed.
     """
     marks = {name: [key for key in keys if key in config] for name, keys in _MARKS.items()}
     formats = [name for name, found in marks.items() if found]
@@ -106,17 +110,10 @@ def read_drafting(config: Fields, tensor_names: set[str], *, sample_from_anchor:
         found = " and ".join(f"{marks[name][0]} ({name})" for name in formats)
         raise mismatch(config.file, "format", expected="the marks of one format", found=found)
     if formats == ["speculators"]:
-        result = _speculators(config, sample_from_anchor)
-    elif formats == ["Open Spec"]:
-        result = _open_spec(config, sample_from_anchor)
-    else:
-        result = _z_lab(config, tensor_names, sample_from_anchor)
-    for key, absent in _VARIANTS:
-        place = result.place(key)
-        if place.data.get(key) not in absent:
-            found = f"{place.data[key]!r} (a variant of DFlash that is not supported)"
-            raise place.error(key, expected="nothing", found=found)
-    return result
+        return _speculators(config, sample_from_anchor)
+    if formats == ["Open Spec"]:
+        return _open_spec(config, sample_from_anchor)
+    return _z_lab(config, tensor_names, sample_from_anchor)
 
 
 def attention_kinds(config: Fields, layers: int) -> tuple[tuple[bool, ...], tuple[int | None, ...]]:
@@ -169,14 +166,15 @@ def _z_lab(config: Fields, names: set[str], asked: bool) -> Drafting:
         causal=causal,
         windows=windows,
         sample_from_anchor=asked,
+        second=config.data["architectures"] == [ARCHITECTURE_2],
     )
 
 
-def _check_slot_layout(config: Fields, declared: bool | None, names: Iterable[str], asked: bool) -> None:
+def _check_slot_layout(config: Fields, declared: bool | None, names: set[str], asked: bool) -> None:
     """The slot layout shifts every proposal by one position, so it is never guessed."""
     classes = config.data.get("architectures") or []
     _check_declared(config, declared, asked)
-    known = (ARCHITECTURE, *(ANCHOR_ARCHITECTURES if asked else ()))
+    known = (ARCHITECTURE, ARCHITECTURE_2, *(ANCHOR_ARCHITECTURES if asked else ()))
     signs = []
     if declared:
         signs.append("sample_from_anchor: true")

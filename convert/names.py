@@ -198,7 +198,19 @@ def _drafter(c: DrafterConfig) -> Iterator[Parameter]:
         yield from _projections(f"{attention}/o_proj", heads, {"o_proj": hidden}, query, bias)
         yield _one(f"{to}/post_attention_layernorm/weight", f"{source}.post_attention_layernorm.weight", hidden)
         yield from _mlp(f"{to}/mlp", f"{source}.mlp", hidden, c.intermediate_size)
+        for name in ("attention_conv", "mlp_conv") if c.conv_taps else ():
+            rows = 2 * c.conv_taps * hidden // c.conv_group_size
+            yield _one(f"{to}/{name}/base_kernel", f"{source}.{name}.base_kernel", 2, c.conv_taps, hidden)
+            weight = "kernel_projection.weight"
+            yield _one(f"{to}/{name}/kernel_projection/weight", f"{source}.{name}.{weight}", rows, hidden)
     yield _one("norm/weight", "norm.weight", hidden)
+    if c.selector_rank:
+        for name in ("predecessor_codebook", "successor_codebook"):  # bare names in the published files
+            yield _one(f"candidate_selector/{name}", f"candidate_selector.{name}", c.vocab_size, c.selector_rank)
+        weight = "hidden_projection.weight"
+        yield _one(
+            "candidate_selector/hidden_projection/weight", f"candidate_selector.{weight}", c.selector_rank, hidden
+        )
     if c.own_head:
         yield _one("lm_head/weight", "lm_head.weight", c.vocab_size, hidden)
     if c.draft_vocab_size is not None:

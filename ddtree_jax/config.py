@@ -208,6 +208,9 @@ class DrafterConfig(_ModelConfig):
       own_embedding: the drafter holds the embedding of its block, one row a token of the target.
       own_head: the drafter holds its head.
       draft_vocab_size: rows of a head over a part of the target's tokens, which a table names; None for all of them.
+      conv_taps, conv_group_size: T and G of the dynamic convolutions of DFlash 2 around attention and MLP; no taps for
+        none.
+      selector_rank, selector_top_k: R and K of DFlash 2's candidate selector; rank 0 for none.
     """
 
     hidden_size: int
@@ -234,6 +237,10 @@ class DrafterConfig(_ModelConfig):
     own_embedding: bool = False
     own_head: bool = False
     draft_vocab_size: int | None = None
+    conv_taps: int = 0
+    conv_group_size: int = 16
+    selector_rank: int = 0
+    selector_top_k: int = 16
     dtype: str = "bfloat16"
 
     @property
@@ -245,6 +252,11 @@ class DrafterConfig(_ModelConfig):
     def vocab_size(self) -> int:
         """V of the drafter's distributions."""
         return self.draft_vocab_size or self.target_vocab_size
+
+    @property
+    def max_candidates(self) -> int:
+        """Tokens that a tree may choose from at one depth."""
+        return min(self.selector_top_k, self.vocab_size) if self.selector_rank else self.vocab_size
 
 
 def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:

@@ -91,13 +91,29 @@ def tiny_target(seed: int = 0, *, scale: float = 4.0, hybrid: bool = False, **ov
 
 
 def tiny_drafter(target: Target, seed: int = 1, **overrides) -> Drafter:
-    """A random drafter for `target`; of a reduced vocabulary the tokens are any of the target's."""
+    """A random drafter for `target`; of a reduced vocabulary the tokens are any of the target's, and what DFlash 2 adds
+    does something."""
     config = tiny_drafter_config(target.config, **overrides)
     params = _init(config, seed)
+    if config.conv_taps or config.selector_rank:
+        params = _disturb_dflash2(params, seed)
     if config.draft_vocab_size is not None:
         ids = np.random.default_rng(seed).permutation(config.target_vocab_size)[: config.draft_vocab_size]
         params = {**params, "d2t": {"target_ids": jnp.asarray(ids, jnp.int32)}}
     return Drafter(config, params)
+
+
+def _disturb_dflash2(params, seed: int):
+    """Noise where an untrained DFlash 2 has identities and zeros."""
+    keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(params))))
+
+    def disturb(path, x):
+        names, key = {entry.key for entry in path}, next(keys)
+        if not names & {"base_kernel", "kernel_projection", "successor_codebook"}:
+            return x
+        return x + jax.random.normal(key, x.shape, x.dtype) * jnp.asarray(0.3, x.dtype)
+
+    return jax.tree_util.tree_map_with_path(disturb, params)
 
 
 def random_dflash(

@@ -125,7 +125,7 @@ def static_choices(config: DecodeConfig, drafter: DrafterConfig) -> Choices:
     if config.tree_choices is None:
         return default_choices(depth)
     return parse_choices(
-        config.tree_choices, max_depth=depth, max_rank=drafter.vocab_size - 1, max_nodes=MAX_NODES
+        config.tree_choices, max_depth=depth, max_rank=drafter.max_candidates - 1, max_nodes=MAX_NODES
     )  # fmt: skip
 
 

@@ -13,8 +13,10 @@ import numpy as np
 
 from ddtree_jax.config import DrafterConfig
 from ddtree_jax.models.cache import KVCache, TreeKV, append_rows
+from ddtree_jax.models.dynamic_conv import DynamicConv, causal_conv
 from ddtree_jax.models.layers import MLP, Linear, RMSNorm, linear, split_heads
 from ddtree_jax.models.rope import apply_rope, rope_tables
+from ddtree_jax.models.selector import CandidateSelector
 from ddtree_jax.tree import static_bits
 from pallas_kernels.tree_attention import tree_attention
 
@@ -68,10 +70,20 @@ class DraftBlock(nn.Module):
         self.self_attn = DraftAttention(c, self.causal, self.sliding_window)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.jax_dtype)
         self.mlp = MLP(c.hidden_size, c.intermediate_size, c.jax_dtype)
+        if c.conv_taps:
+            self.attention_conv = DynamicConv(c.hidden_size, c.conv_taps, c.conv_group_size, c.jax_dtype)
+            self.mlp_conv = DynamicConv(c.hidden_size, c.conv_taps, c.conv_group_size, c.jax_dtype)
 
     def __call__(self, x, *attention_args):
-        x = x + self.self_attn(self.input_layernorm(x), *attention_args)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        n = self.input_layernorm(x)
+        if not self.config.conv_taps:
+            x = x + self.self_attn(n, *attention_args)
+            return x + self.mlp(self.post_attention_layernorm(x))
+        before, after = self.attention_conv.kernels(n)
+        x = x + causal_conv(self.self_attn(causal_conv(n, before), *attention_args), after)
+        n = self.post_attention_layernorm(x)
+        before, after = self.mlp_conv.kernels(n)
+        return x + causal_conv(self.mlp(causal_conv(n, before)), after)
 
 
 class VocabularyMap(nn.Module):
@@ -91,6 +103,9 @@ class DFlash(nn.Module):
 
     Key and value projections are one matrix (k rows first), gate and up another. A drafter may have tables of its own:
     `embed/weight` [V_target, E], `lm_head/weight` [V, E] and, with fewer tokens than the target, `d2t/target_ids` [V].
+
+    DFlash 2 is the same with `DynamicConv` around attention and MLP of every layer (of the block, never of the context)
+    and a `CandidateSelector` over the candidates of each slot.
     """
 
     config: DrafterConfig
@@ -107,6 +122,8 @@ class DFlash(nn.Module):
             self.lm_head = Linear(c.vocab_size, c.hidden_size, dtype=dtype)
         if c.draft_vocab_size is not None:
             self.d2t = VocabularyMap(c.draft_vocab_size)
+        if c.selector_rank:
+            self.candidate_selector = CandidateSelector(c.vocab_size, c.hidden_size, c.selector_rank, dtype)
 
     def context_rows(self, features: jax.Array, positions: jax.Array) -> TreeKV:
         """Context keys and values of every layer.
@@ -159,9 +176,14 @@ class DFlash(nn.Module):
         """The target's ids of drafted tokens [...] int32."""
         return tokens if self.config.draft_vocab_size is None else self.d2t(tokens)
 
+    def pairs(self, hidden: jax.Array, candidates: jax.Array, anchor: jax.Array) -> jax.Array:
+        """What the selector adds for each pair of neighbouring candidates (`CandidateSelector`)."""
+        return self.candidate_selector(hidden, candidates, anchor)
+
     def _touch(self, features, count, block, cache):
         """Runs every parameter once, for `init`."""
         c, token = self.config, jnp.zeros((1,), jnp.int32)
         hidden = self(block, self.absorb(features, count, cache))
         own = (self.embed_tokens(token) if c.own_embedding else None, self.logits(hidden) if c.own_head else None)
-        return hidden, own, self.target_ids(token)
+        pairs = self.pairs(hidden, token[None, None], token) if c.selector_rank else None
+        return hidden, own, self.target_ids(token), pairs

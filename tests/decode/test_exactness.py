@@ -103,6 +103,7 @@ def test_every_method(pair, reference, method, num_nodes, batch, temperature):
 DRAFTERS = {
     "own tables": dict(own_embedding=True, own_head=True, draft_vocab_size=23),
     "from the anchor": dict(sample_from_anchor=True),
+    "DFlash 2": dict(conv_taps=2, conv_group_size=4, selector_rank=6, selector_top_k=8),
 }
 
 
