@@ -67,6 +67,10 @@ VARIANTS = {
     # Windows and causality.
     "sliding is causal": (z_lab(**SLIDING), TAPS, (True, False), (8, None), 4, 39),
     "DFlash 2 says is_causal false": (z_lab(is_causal=False, **ALL_SLIDING), TAPS, NO, (8, 8), 4, 39),
+    "DFlash 2": (
+        z_lab({"projector_type": "dflash2"}, architectures=["DFlash2DraftModel"], is_causal=False, **ALL_SLIDING),
+        TAPS, NO, (8, 8), 4, 39,
+    ),
     "JetSpec: causal in full layers": (z_lab(is_causal=True), TAPS, (True, True), FULL, 4, 39),
     "inner causal": (z_lab({"causal": True}, **SLIDING), TAPS, (True, True), (8, None), 4, 39),
     "inner causal false": (z_lab({"causal": False}, **ALL_SLIDING), TAPS, NO, (8, 8), 4, 39),
