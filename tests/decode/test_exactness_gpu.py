@@ -28,6 +28,8 @@ SEEDS = (11, 12, 13)
 NEW_TOKENS = 64
 # In standard deviations of the logits: what two bfloat16 passes of a tiny model may differ by.
 MARGIN = 0.08
+# Tokens before two texts part, in the mean: near-ties are a few in a hundred among the flat draws of a random model.
+COMMON = 8
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper(), reason="needs a Hopper GPU")]
@@ -82,16 +84,16 @@ def margin(target, text, seed, temperature, tokens) -> float:
 
 
 def check(target, found, expected, temperature):
-    """All but near-ties agree. Returns how many texts are the same."""
-    same = 0
+    """All but near-ties agree. Returns the mean number of tokens before two texts part."""
+    common = []
     for prompt, ours, theirs, seed in zip(PROMPTS, found, expected, SEEDS, strict=True):
         assert len(ours) == len(theirs) == NEW_TOKENS
         parting = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
-        same += parting is None
+        common.append(NEW_TOKENS if parting is None else parting)
         if parting is not None:
             text = [*prompt, *ours[:parting]]
             assert margin(target, text, seed, temperature, (ours[parting], theirs[parting])) < MARGIN
-    return same
+    return float(np.mean(common))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -101,7 +103,7 @@ def test_methods_agree_but_for_near_ties(pair, reference, method, num_nodes, tem
         method=method, num_nodes=num_nodes, temperature=temperature, seed=SEEDS, max_new_tokens=NEW_TOKENS
     )
     tokens = dt.generate(*pair, PROMPTS, config).tokens
-    assert check(pair[0], tokens, reference(temperature), temperature) >= 1
+    assert check(pair[0], tokens, reference(temperature), temperature) >= COMMON
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -115,7 +117,7 @@ def test_long_paths_agree_but_for_near_ties(pair, reference, shape, rank_spread,
     tokens, state = scripted_run(
         pair[0], proposer, scripts, temperature, PROMPTS, max_new_tokens=NEW_TOKENS, seeds=SEEDS
     )
-    same = check(pair[0], tokens, expected, temperature)
-    assert same >= 1
-    if same == 3:  # the script was followed to the end
+    common = check(pair[0], tokens, expected, temperature)
+    assert common >= COMMON
+    if common == NEW_TOKENS:  # the script was followed to the end
         assert float(np.sum(state.num_tokens)) / float(np.sum(state.rounds)) > 1.8
