@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from convert.errors import mismatch
 from convert.names import Parameter, ignored, parameters, tied_head
 from convert.source import TensorSource
+from convert.vocabulary import target_ids
 from ddtree_jax.checkpoint import open_checkpoint
 from ddtree_jax.config import DrafterConfig, TargetConfig
 
@@ -80,6 +81,8 @@ def read_parameter(source: TensorSource, parameter: Parameter, dtype: np.dtype) 
 
     Raises ConversionError naming a tensor that holds NaN or infinity, or that `dtype` cannot hold.
     """
+    if parameter.target_ids:
+        return target_ids(source, parameter.sources[0][0]).astype(dtype)  # checked to be small enough
     result = np.empty(parameter.rows_shape, dtype)
     row = 0
     for name, shape in parameter.sources:

@@ -4,15 +4,17 @@ from pathlib import Path
 
 import tokenizers
 
-from convert.drafter_config import ANCHOR_TENSORS, drafter_config
+from convert.drafter_config import drafter_config
 from convert.errors import ConversionError, mismatch
 from convert.gguf_source import GGUFSource, gguf_target_config
 from convert.gguf_tokenizer import gguf_tokenizer_files
 from convert.hf_config import DTYPES, target_config
 from convert.locate import locate
+from convert.names import drafter_name
 from convert.pipeline import check_names, write_checkpoint
 from convert.safetensors_source import SafetensorsSource
 from convert.source import Renamed, SplitExperts
+from convert.vocabulary import check_target_ids
 from ddtree_jax.checkpoint import check_free, load_config
 from ddtree_jax.config import DrafterConfig, TargetConfig
 from ddtree_jax.tokenizer import Tokenizer
@@ -78,10 +80,11 @@ def convert_drafter(
     """Converts a DFlash drafter and checks that it fits its target.
 
     Args:
-      src: a folder in the z-lab layout, or a hub id.
+      src: a folder in one of the formats of `convert.drafter_formats`, or a hub id.
       out, dtype, overwrite, revision, progress: see `convert_target`.
       target: the converted target (its folder or its config).
-      sample_from_anchor: the source has the slot layout of DSpark and DeepSpec; never guessed.
+      sample_from_anchor: the source has the slot layout of DSpark and DeepSpec; never guessed. Formats that always
+        declare it (speculators, Open Spec) need no telling.
 
     Raises:
       ConversionError, CheckpointError: nothing was written, and whatever was at `out` is still there.
@@ -92,12 +95,13 @@ def convert_drafter(
     path = locate(src, revision)
     if not path.is_dir():
         raise mismatch(path, "file", expected="a folder with config.json and safetensors", found="a file")
-    source = Renamed(SafetensorsSource(path), lambda name: name.removeprefix("model."))
+    source = Renamed(SafetensorsSource(path), drafter_name)
     config = drafter_config(path, source.tensors, fitted, sample_from_anchor=sample_from_anchor, dtype=dtype)
-    table = (fitted.vocab_size, fitted.hidden_size)
-    # Copies of the target's own tables, which the drafter shares here.
-    unused = [(name, table) for name in ANCHOR_TENSORS] if sample_from_anchor else []
-    check_names(source, config, file=path, unused=unused)
+    mapped = config.draft_vocab_size is not None
+    # Says again which tokens d2t names.
+    check_names(source, config, file=path, unused=[("t2d", (config.target_vocab_size,))] if mapped else [])
+    if mapped:
+        check_target_ids(source, config.target_vocab_size)
     write_checkpoint(out, config, source, origin=_origin(src, revision), overwrite=overwrite, progress=progress)
     return config
 

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from ddtree_jax.config import FLOAT32_PARAMETERS, DrafterConfig, TargetConfig
+from ddtree_jax.config import FIXED_DTYPES, DrafterConfig, TargetConfig
 
 FORMAT = "ddtree_jax"
 VERSION = 1
@@ -59,12 +59,12 @@ class CheckpointWriter:
 
     def add_group(self, name: str, tree: Mapping[str, Any]) -> None:
         """Takes `params[name]`: nested dicts of numpy or jax arrays in the dtype of the config, but for
-        `FLOAT32_PARAMETERS`."""
+        `FIXED_DTYPES`."""
         if name in self._groups:
             raise CheckpointError(f"params/{name}: written twice")
         leaves = _flatten({name: tree})
         for path, leaf in leaves.items():
-            dtype = "float32" if path.split("/")[-1] in FLOAT32_PARAMETERS else self._config.dtype
+            dtype = FIXED_DTYPES.get(path.split("/")[-1], self._config.dtype)
             if str(leaf.dtype) != dtype:
                 raise CheckpointError(f"params/{path}: dtype: expected {dtype}, found {leaf.dtype}")
             self._parameters += math.prod(leaf.shape)

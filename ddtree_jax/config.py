@@ -92,8 +92,9 @@ class DeltaConfig:
         return 2 * self.key_size + self.value_size
 
 
-# The decays of Gated DeltaNet are exp(-exp(A_log) ...): these few numbers stay float32 whatever the model's dtype.
-FLOAT32_PARAMETERS = ("A_log", "dt_bias")
+# Parameters whose dtype is not the model's. The decays of Gated DeltaNet are exp(-exp(A_log) ...): these few numbers
+# stay float32. Token ids are no weights.
+FIXED_DTYPES = {"A_log": "float32", "dt_bias": "float32", "target_ids": "int32"}
 
 
 class _ModelConfig:
@@ -192,11 +193,11 @@ class TargetConfig(_ModelConfig):
 class DrafterConfig(_ModelConfig):
     """A DFlash block-diffusion drafter (arXiv 2602.06036).
 
-    The drafter owns neither embedding nor head: both are the target's.
+    Embedding and head are the target's, unless the drafter has its own.
 
     Attributes:
       block_size: slots of a block, the anchor included.
-      mask_token_id: row of the target's embedding that stands for "to be predicted".
+      mask_token_id: row of the embedding that stands for "to be predicted".
       target_layer_ids: taps; l means the residual stream after the target's zero-based block l.
       target_hidden_size, target_num_layers, target_vocab_size: what the drafter was trained on.
       causal: per layer, whether a slot sees only earlier slots of its block.
@@ -204,6 +205,12 @@ class DrafterConfig(_ModelConfig):
       sample_from_anchor: False (z-lab): slot i predicts its own position, slot 0 nothing.
         True (DSpark, DeepSpec): slot i predicts the position after it, slot 0 included.
       output_multiplier, logit_softcap, embedding_scale: scale and tanh cap of the logits, scale of the block input.
+      own_embedding: the drafter holds the embedding of its block, one row a token of the target.
+      own_head: the drafter holds its head.
+      draft_vocab_size: rows of a head over a part of the target's tokens, which a table names; None for all of them.
+      conv_taps, conv_group_size: T and G of the dynamic convolutions of DFlash 2 around attention and MLP; no taps for
+        none.
+      selector_rank, selector_top_k: R and K of DFlash 2's candidate selector; rank 0 for none.
     """
 
     hidden_size: int
@@ -227,12 +234,29 @@ class DrafterConfig(_ModelConfig):
     output_multiplier: float = 1.0
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
+    own_embedding: bool = False
+    own_head: bool = False
+    draft_vocab_size: int | None = None
+    conv_taps: int = 0
+    conv_group_size: int = 16
+    selector_rank: int = 0
+    selector_top_k: int = 16
     dtype: str = "bfloat16"
 
     @property
     def depth(self) -> int:
         """L: how many future tokens one block predicts."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def vocab_size(self) -> int:
+        """V of the drafter's distributions."""
+        return self.draft_vocab_size or self.target_vocab_size
+
+    @property
+    def max_candidates(self) -> int:
+        """Tokens that a tree may choose from at one depth."""
+        return min(self.selector_top_k, self.vocab_size) if self.selector_rank else self.vocab_size
 
 
 def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:

@@ -82,7 +82,7 @@ def check_config(config: DecodeConfig, target: TargetConfig, drafter: DrafterCon
         most = drafter.depth if method.needs_drafter else MAX_NODES - 1
         _check(_is_int(c.draft_depth, 1, most), f"draft_depth must be 1..{most}; found {c.draft_depth!r}")
     if c.method == "static_tree":
-        static_choices(c, target, drafter)
+        static_choices(c, drafter)
     _check(_is_int(c.ngram, 1, MAX_NGRAM), f"ngram must be 1..{MAX_NGRAM}; found {c.ngram!r}")
     _check(_is_int(c.max_new_tokens, 1), f"max_new_tokens must be 1 or more; found {c.max_new_tokens!r}")
     _check(
@@ -119,13 +119,13 @@ def check_config(config: DecodeConfig, target: TargetConfig, drafter: DrafterCon
     )
 
 
-def static_choices(config: DecodeConfig, target: TargetConfig, drafter: DrafterConfig) -> Choices:
+def static_choices(config: DecodeConfig, drafter: DrafterConfig) -> Choices:
     """The static tree of a config, checked and in level order."""
     depth = config.draft_depth or drafter.depth
     if config.tree_choices is None:
         return default_choices(depth)
     return parse_choices(
-        config.tree_choices, max_depth=depth, max_rank=target.vocab_size - 1, max_nodes=MAX_NODES
+        config.tree_choices, max_depth=depth, max_rank=drafter.max_candidates - 1, max_nodes=MAX_NODES
     )  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def make_proposer(config: DecodeConfig, target: Decoder, drafter: DrafterConfig 
             ngram=int(config.ngram),
         )
     if method == "static_tree":
-        shape = Static(static_choices(config, target.config, drafter))
+        shape = Static(static_choices(config, drafter))
     else:
         shape = MostProbable(num_nodes) if method == "ddtree" else Chain()
     return DFlashProposer(target=target, config=drafter, depth=int(config.draft_depth or drafter.depth), shape=shape)

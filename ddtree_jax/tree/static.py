@@ -77,12 +77,22 @@ def static_tree(token_log_prob: jax.Array, tokens: jax.Array, choices: Choices, 
         )
     if tokens.shape[1] < need[0] or tokens.shape[2] < need[1]:
         raise ValueError(f"a tree {need[0]} deep and {need[1]} ranks wide does not fit tokens {tokens.shape}")
-    batch, num_nodes = tokens.shape[0], len(layout.parent)
     where = (layout.depth[1:] - 1, layout.rank[1:])
-    own = token_log_prob[:, *where]  # [B, N - 1]
+    return fill_layout(layout, token_log_prob[:, *where], tokens[:, *where], root_tokens)
+
+
+def fill_layout(layout: StaticLayout, own: jax.Array, tokens: jax.Array, root_tokens: jax.Array) -> DraftTree:
+    """The tree of a layout from what each drafted node holds.
+
+    Args:
+      own: [B, N - 1] float32, log probability of each node given its parent; NaN counts as -inf.
+      tokens: [B, N - 1] int32.
+      root_tokens: [B] int32.
+    """
+    batch, num_nodes = tokens.shape[0], len(layout.parent)
     own = jnp.concatenate([jnp.zeros((batch, 1), jnp.float32), jnp.where(jnp.isnan(own), -jnp.inf, own)], axis=1)
     return DraftTree(
-        tokens=jnp.concatenate([root_tokens[:, None], tokens[:, *where]], axis=1),
+        tokens=jnp.concatenate([root_tokens[:, None], tokens], axis=1),
         parent=in_every_slot(layout.parent, batch),
         depth=in_every_slot(layout.depth, batch),
         # Not a product with the mask: 0 times -inf is NaN.

@@ -102,6 +102,26 @@ def test_every_method(pair, reference, method, num_nodes, batch, temperature):
     check(out, reference(temperature, max_new_tokens=32)[:batch])
 
 
+DRAFTERS = {
+    "own tables": dict(own_embedding=True, own_head=True, draft_vocab_size=23),
+    "from the anchor": dict(sample_from_anchor=True),
+    "DFlash 2": dict(conv_taps=2, conv_group_size=4, selector_rank=6, selector_top_k=8),
+}
+
+
+def combinations_of_drafters():
+    cases = [("ddtree", 16), ("dflash", 2), ("static_tree", 2)]
+    for kind, case, temperature in itertools.product(DRAFTERS, cases, TEMPERATURES):
+        yield pytest.param(kind, *case, temperature, marks=() if (case[0], temperature) == ("ddtree", 0.7) else SLOW)
+
+
+@pytest.mark.parametrize("kind,method,num_nodes,temperature", list(combinations_of_drafters()))
+def test_every_kind_of_drafter(pair, reference, kind, method, num_nodes, temperature):
+    drafter = testing.tiny_drafter(pair[0], **DRAFTERS[kind])
+    out = decode(pair[0], drafter, PROMPTS, method, num_nodes, temperature=temperature, max_new_tokens=32)
+    check(out, reference(temperature, max_new_tokens=32))
+
+
 @OTHERS_TOO
 def test_the_reference_meets_stops_and_limits(reference):
     reasons = {reason for temperature in TEMPERATURES for _, reason in reference(temperature, max_new_tokens=32)}
