@@ -77,16 +77,28 @@ def static_tree(token_log_prob: jax.Array, tokens: jax.Array, choices: Choices, 
         )
     if tokens.shape[1] < need[0] or tokens.shape[2] < need[1]:
         raise ValueError(f"a tree {need[0]} deep and {need[1]} ranks wide does not fit tokens {tokens.shape}")
-    batch, num_nodes = tokens.shape[0], len(layout.parent)
     where = (layout.depth[1:] - 1, layout.rank[1:])
-    own = token_log_prob[:, *where]  # [B, N - 1]
-    own = jnp.concatenate([jnp.zeros((batch, 1), jnp.float32), jnp.where(jnp.isnan(own), -jnp.inf, own)], axis=1)
+    return fill_static_tree(token_log_prob[:, *where], tokens[:, *where], choices, root_tokens)
+
+
+def fill_static_tree(log_prob: jax.Array, tokens: jax.Array, choices: Choices, root_tokens: jax.Array) -> DraftTree:
+    """A static tree of given tokens.
+
+    Args:
+      log_prob: [B, N - 1] float32, of each node's own token given its parent's path; NaN counts as -inf.
+      tokens: [B, N - 1] int32, in the order of the choices.
+      choices: in level order (static).
+      root_tokens: [B] int32, the token committed last.
+    """
+    layout, batch = static_layout(choices), tokens.shape[0]
+    own = jnp.where(jnp.isnan(log_prob), -jnp.inf, log_prob)
+    own = jnp.concatenate([jnp.zeros((batch, 1), jnp.float32), own], axis=1)
     return DraftTree(
-        tokens=jnp.concatenate([root_tokens[:, None], tokens[:, *where]], axis=1),
+        tokens=jnp.concatenate([root_tokens[:, None], tokens], axis=1),
         parent=in_every_slot(layout.parent, batch),
         depth=in_every_slot(layout.depth, batch),
         # Not a product with the mask: 0 times -inf is NaN.
         log_prob=jnp.sum(jnp.where(layout.visible[None], own[:, None, :], 0.0), axis=-1),
-        size=jnp.full((batch,), num_nodes, jnp.int32),
+        size=jnp.full((batch,), len(layout.parent), jnp.int32),
         ancestors=in_every_slot(static_bits(layout.visible), batch),
     )
