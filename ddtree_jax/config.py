@@ -326,7 +326,7 @@ _DRAFTERS = {cls.family: cls for cls in (DrafterConfig, Eagle3Config)}
 def drafter_from_json(data: dict[str, Any]) -> DraftConfig:
     """The config of any drafter; without a "family" it is DFlash's. Raises ValueError naming what is wrong."""
     family = data.get("family", DrafterConfig.family) if isinstance(data, dict) else data
-    if family not in _DRAFTERS:
+    if not isinstance(family, str) or family not in _DRAFTERS:
         raise ValueError(f"family: expected one of {sorted(_DRAFTERS)}, found {family!r}")
     return _DRAFTERS[family].from_json({k: v for k, v in data.items() if k != "family"})
 
