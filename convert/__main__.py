@@ -25,13 +25,21 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--revision", help="branch, tag or commit of a hub id")
     common.add_argument("--overwrite", action="store_true", help="replace a checkpoint of the same kind at OUT")
     kinds.add_parser("target", parents=[common], help="Llama or a dense Qwen2.5 to Qwen3.6, with its tokenizer")
-    drafter = kinds.add_parser("drafter", parents=[common], help="DFlash drafter in any of its formats")
+    drafter = kinds.add_parser("drafter", parents=[common], help="DFlash drafter in any of its formats, or EAGLE-3")
     drafter.add_argument("--target", required=True, help="the converted target that it drafts for")
     drafter.add_argument(
         "--sample-from-anchor", action="store_true",
         help="SRC has the slot layout of DSpark/DeepSpec: slot i predicts the position after it",
     )  # fmt: skip
+    drafter.add_argument(
+        "--taps", type=_integers, metavar="I,J,K",
+        help="EAGLE-3: zero-based blocks of the target whose output it reads, where its config leaves that open",
+    )  # fmt: skip
     return parser
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,7 +57,7 @@ def _run(args: argparse.Namespace) -> int:
         if args.kind == "target":
             config = convert_target(args.src, args.out, **options)
         else:
-            options["sample_from_anchor"] = args.sample_from_anchor
+            options |= dict(sample_from_anchor=args.sample_from_anchor, taps=args.taps)
             config = convert_drafter(args.src, args.out, target=args.target, **options)
     except (ConversionError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from convert.hf_config import ARCHITECTURES
-from ddtree_jax.config import FIXED_DTYPES, DrafterConfig, MoEConfig, TargetConfig
+from ddtree_jax.config import DraftConfig, DrafterConfig, Eagle3Config, MoEConfig, TargetConfig, parameter_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,25 +50,27 @@ class Parameter:
         return math.prod(self.shape)
 
     def dtype(self, model: np.dtype) -> np.dtype:
-        """That of the model, or the one that a few parameters always have."""
-        return np.dtype(FIXED_DTYPES.get(self.path.split("/")[-1], model))
+        """That of the model, but for the few parameters that always have another (`parameter_dtype`)."""
+        return np.dtype(parameter_dtype(self.path.split("/")[-1], model.name))
 
 
-def parameters(config: TargetConfig | DrafterConfig) -> tuple[Parameter, ...]:
+def parameters(config: TargetConfig | DraftConfig) -> tuple[Parameter, ...]:
     """Every parameter of the model of `config`, in the order of a forward pass."""
     if isinstance(config, DrafterConfig):
         return tuple(_drafter(config))
+    if isinstance(config, Eagle3Config):
+        return tuple(_eagle3(config))
     return tuple(_target(config))
 
 
-def ignored(config: TargetConfig | DrafterConfig, name: str) -> bool:
+def ignored(config: TargetConfig | DraftConfig, name: str) -> bool:
     """Whether a tensor may be there without being used: buffers that are computed, not learnt; vision and multi-token
     prediction, which decoding text does not need."""
     hybrid = isinstance(config, TargetConfig) and ARCHITECTURES[config.architecture].hybrid
     return name.endswith("rotary_emb.inv_freq") or (hybrid and name.startswith(("model.visual.", "mtp.")))
 
 
-def tied_head(config: TargetConfig | DrafterConfig) -> tuple[str, tuple[int, ...]] | None:
+def tied_head(config: TargetConfig | DraftConfig) -> tuple[str, tuple[int, ...]] | None:
     """Name and shape of a head that repeats the embedding table and may be left in a checkpoint."""
     if isinstance(config, TargetConfig) and config.tie_embeddings:
         return "lm_head.weight", (config.vocab_size, config.hidden_size)
@@ -231,3 +233,22 @@ def drafter_name(name: str) -> str:
         name = name.removeprefix(prefix)
     alias = next((alias for alias in _DRAFTER_ALIASES if name.startswith(alias)), "")
     return _DRAFTER_ALIASES[alias] + name.removeprefix(alias) if alias else name
+
+
+def _eagle3(c: Eagle3Config) -> Iterator[Parameter]:
+    """EAGLE-3 without a prefix; the one layer is called midlayer."""
+    hidden, wide = c.hidden_size, 2 * c.hidden_size
+    query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    if c.own_embedding:
+        yield _one("embed/weight", "embed_tokens.weight", c.target_vocab_size, hidden)
+    yield _one("fc/weight", "fc.weight", hidden, len(c.target_layer_ids) * c.target_hidden_size)
+    for norm in ("hidden_norm", "input_layernorm", "post_attention_layernorm"):
+        yield _one(f"{norm}/weight", f"midlayer.{norm}.weight", hidden)
+    heads = "midlayer.self_attn"
+    yield from _projections("self_attn/q_proj", heads, {"q_proj": query}, wide, False)
+    yield from _projections("self_attn/kv_proj", heads, {"k_proj": key, "v_proj": key}, wide, False)
+    yield from _projections("self_attn/o_proj", heads, {"o_proj": hidden}, query, False)
+    yield from _mlp("mlp", "midlayer.mlp", hidden, c.intermediate_size)
+    yield _one("norm/weight", "norm.weight", hidden)
+    yield _one("lm_head/weight", "lm_head.weight", c.draft_vocab_size, hidden)
+    yield _one("lm_head/d2t", "d2t", c.draft_vocab_size)

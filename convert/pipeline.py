@@ -16,13 +16,13 @@ from convert.names import Parameter, ignored, parameters, tied_head
 from convert.source import TensorSource
 from convert.vocabulary import target_ids
 from ddtree_jax.checkpoint import open_checkpoint
-from ddtree_jax.config import DrafterConfig, TargetConfig
+from ddtree_jax.config import DraftConfig, TargetConfig
 
 _CHUNK_BYTES = 16 * 2**20  # cast and checked at a time
 
 
 def check_names(
-    source: TensorSource, config: TargetConfig | DrafterConfig, *, file: Path, unused: Iterable[tuple[str, tuple]] = ()
+    source: TensorSource, config: TargetConfig | DraftConfig, *, file: Path, unused: Iterable[tuple[str, tuple]] = ()
 ) -> None:
     """Raises ConversionError unless the source holds exactly the tensors of `config`, in their shapes.
 
@@ -49,7 +49,7 @@ def check_names(
 
 def write_checkpoint(
     out: str | Path,
-    config: TargetConfig | DrafterConfig,
+    config: TargetConfig | DraftConfig,
     source: TensorSource,
     *,
     extra_files: Mapping[str, bytes | Path] | None = None,
@@ -86,11 +86,20 @@ def read_parameter(source: TensorSource, parameter: Parameter, dtype: np.dtype) 
     result = np.empty(parameter.rows_shape, dtype)
     row = 0
     for name, shape in parameter.sources:
+        _check_number_kind(source, name, dtype)
         _cast_into(result[row : row + shape[0]], source.read(name), name, source.tensors[name].file)
         row += shape[0]
     if parameter.order is not None:
         result = np.concatenate([result[rows] for rows in parameter.order])
     return result.reshape(parameter.shape)
+
+
+def _check_number_kind(source: TensorSource, name: str, dtype: np.dtype) -> None:
+    """Weights are not read from integers, nor tables of ids from floating-point numbers."""
+    info, integers = source.tensors[name], ("I64", "I32", "BOOL")
+    if (info.dtype in integers) != (dtype.kind == "i"):
+        expected = "integers" if dtype.kind == "i" else "floating-point numbers"
+        raise mismatch(info.file, f"{name}: dtype", expected=expected, found=info.dtype)
 
 
 def _cast_into(out: np.ndarray, tensor: np.ndarray, name: str, file: Path) -> None:

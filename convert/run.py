@@ -5,7 +5,9 @@ from pathlib import Path
 import tokenizers
 
 from convert.drafter_config import drafter_config
+from convert.eagle3_config import check_vocabulary, eagle3_config, is_eagle3
 from convert.errors import ConversionError, mismatch
+from convert.fields import Fields
 from convert.gguf_source import GGUFSource, gguf_target_config
 from convert.gguf_tokenizer import gguf_tokenizer_files
 from convert.hf_config import DTYPES, target_config
@@ -16,7 +18,7 @@ from convert.safetensors_source import SafetensorsSource
 from convert.source import Renamed, SplitExperts
 from convert.vocabulary import check_target_ids
 from ddtree_jax.checkpoint import check_free, load_config
-from ddtree_jax.config import DrafterConfig, TargetConfig
+from ddtree_jax.config import DraftConfig, Eagle3Config, TargetConfig
 from ddtree_jax.tokenizer import Tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
@@ -72,19 +74,21 @@ def convert_drafter(
     *,
     target: str | Path | TargetConfig,
     sample_from_anchor: bool = False,
+    taps: tuple[int, ...] | None = None,
     dtype: str | None = None,
     overwrite: bool = False,
     revision: str | None = None,
     progress: bool = False,
-) -> DrafterConfig:
-    """Converts a DFlash drafter and checks that it fits its target.
+) -> DraftConfig:
+    """Converts a DFlash or EAGLE-3 drafter and checks that it fits its target.
 
     Args:
-      src: a folder in one of the formats of `convert.drafter_formats`, or a hub id.
+      src: a folder in one of the formats of `convert.drafter_formats` or in that of EAGLE-3, or a hub id.
       out, dtype, overwrite, revision, progress: see `convert_target`.
       target: the converted target (its folder or its config).
       sample_from_anchor: the source has the slot layout of DSpark and DeepSpec; never guessed. Formats that always
         declare it (speculators, Open Spec) need no telling.
+      taps: of EAGLE-3, zero-based blocks of the target whose output it reads; None takes what its config says.
 
     Raises:
       ConversionError, CheckpointError: nothing was written, and whatever was at `out` is still there.
@@ -95,15 +99,34 @@ def convert_drafter(
     path = locate(src, revision)
     if not path.is_dir():
         raise mismatch(path, "file", expected="a folder with config.json and safetensors", found="a file")
-    source = Renamed(SafetensorsSource(path), drafter_name)
-    config = drafter_config(path, source.tensors, fitted, sample_from_anchor=sample_from_anchor, dtype=dtype)
-    mapped = config.draft_vocab_size is not None
-    # Says again which tokens d2t names.
+    settings = Fields.read(path / "config.json")
+    source = SafetensorsSource(path)
+    if is_eagle3(settings):
+        if sample_from_anchor:
+            raise settings.error("sample_from_anchor", expected="a DFlash drafter", found="EAGLE-3")
+        source = Renamed(source, _eagle3_name)
+        config = eagle3_config(settings, source.tensors, fitted, taps=taps, dtype=dtype)
+        mapped = True
+    else:
+        if taps is not None:
+            raise mismatch(settings.file, "taps", expected="an EAGLE-3 drafter", found="DFlash, which lists its own")
+        source = Renamed(source, drafter_name)
+        config = drafter_config(path, source.tensors, fitted, sample_from_anchor=sample_from_anchor, dtype=dtype)
+        mapped = config.draft_vocab_size is not None
+    # t2d says again which tokens d2t names.
     check_names(source, config, file=path, unused=[("t2d", (config.target_vocab_size,))] if mapped else [])
-    if mapped:
+    if isinstance(config, Eagle3Config):
+        check_vocabulary(source, config)
+    elif mapped:
         check_target_ids(source, config.target_vocab_size)
     write_checkpoint(out, config, source, origin=_origin(src, revision), overwrite=overwrite, progress=progress)
     return config
+
+
+def _eagle3_name(name: str) -> str:
+    """The name of a tensor as EAGLE publishes it; vLLM's checkpoints call the layer layers.0."""
+    name = name.removeprefix("model.")
+    return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
 
 
 def _check_dtype(dtype: str | None) -> None:

@@ -23,11 +23,11 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from ddtree_jax.config import FIXED_DTYPES, DrafterConfig, TargetConfig
+from ddtree_jax.config import DraftConfig, TargetConfig, drafter_from_json, parameter_dtype
 
 FORMAT = "ddtree_jax"
 VERSION = 1
-CONFIGS = {"target": TargetConfig, "drafter": DrafterConfig}
+_READERS = {"target": TargetConfig.from_json, "drafter": drafter_from_json}
 _RESERVED = ("config.json", "params")
 # Small groups are written together: each write costs a few tenths of a second whatever its size.
 _BATCH_BYTES = 32 * 2**20
@@ -39,9 +39,9 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read or written; one line that names file, key, expected and found."""
 
 
-def kind_of(config: TargetConfig | DrafterConfig) -> str:
+def kind_of(config: TargetConfig | DraftConfig) -> str:
     """ "target" or "drafter"."""
-    return next(kind for kind, cls in CONFIGS.items() if isinstance(config, cls))
+    return "target" if isinstance(config, TargetConfig) else "drafter"
 
 
 class CheckpointWriter:
@@ -50,7 +50,7 @@ class CheckpointWriter:
     Made by `open_checkpoint`. A group is a top-level entry of the parameter tree ("embed", "layers_0", ...).
     """
 
-    def __init__(self, folder: Path, config: TargetConfig | DrafterConfig):
+    def __init__(self, folder: Path, config: TargetConfig | DraftConfig):
         self._folder, self._config = folder, config
         self._groups: set[str] = set()
         self._waiting: dict[str, Any] = {}
@@ -58,13 +58,13 @@ class CheckpointWriter:
         self._parameters = 0
 
     def add_group(self, name: str, tree: Mapping[str, Any]) -> None:
-        """Takes `params[name]`: nested dicts of numpy or jax arrays in the dtype of the config, but for
-        `FIXED_DTYPES`."""
+        """Takes `params[name]`: nested dicts of numpy or jax arrays in the dtype that
+        `parameter_dtype` gives them."""
         if name in self._groups:
             raise CheckpointError(f"params/{name}: written twice")
         leaves = _flatten({name: tree})
         for path, leaf in leaves.items():
-            dtype = FIXED_DTYPES.get(path.split("/")[-1], self._config.dtype)
+            dtype = parameter_dtype(path.split("/")[-1], self._config.dtype)
             if str(leaf.dtype) != dtype:
                 raise CheckpointError(f"params/{path}: dtype: expected {dtype}, found {leaf.dtype}")
             self._parameters += math.prod(leaf.shape)
@@ -109,7 +109,7 @@ class CheckpointWriter:
 
 @contextlib.contextmanager
 def open_checkpoint(
-    path: str | Path, config: TargetConfig | DrafterConfig, *, source: str | None = None, overwrite: bool = False
+    path: str | Path, config: TargetConfig | DraftConfig, *, source: str | None = None, overwrite: bool = False
 ) -> Iterator[CheckpointWriter]:
     """A `CheckpointWriter` for a `with` block; the checkpoint appears at `path` when the block ends well.
 
@@ -162,7 +162,7 @@ def check_free(path: str | Path, kind: str, *, overwrite: bool) -> None:
 
 def save_checkpoint(
     path: str | Path,
-    config: TargetConfig | DrafterConfig,
+    config: TargetConfig | DraftConfig,
     params: Mapping[str, Any],
     extra_files: Mapping[str, bytes | Path] | None = None,
     *,
@@ -183,7 +183,7 @@ def save_checkpoint(
             writer.add_group(name, tree)
 
 
-def load_config(path: str | Path, kind: str | None = None) -> TargetConfig | DrafterConfig:
+def load_config(path: str | Path, kind: str | None = None) -> TargetConfig | DraftConfig:
     """Reads the config of a checkpoint; `kind` ("target" or "drafter") is checked if given.
 
     Raises CheckpointError: no such folder, not a checkpoint of this package, a newer version, the wrong kind.
@@ -202,11 +202,11 @@ def load_config(path: str | Path, kind: str | None = None) -> TargetConfig | Dra
         raise CheckpointError(f"{file}: format: expected {FORMAT!r}, found {found!r} (python -m convert makes one)")
     if data.get("version") != VERSION:
         raise CheckpointError(f"{file}: version: expected {VERSION}, found {data.get('version')!r}")
-    if data.get("kind") not in CONFIGS or kind not in (None, data["kind"]):
-        expected = repr(kind) if kind else f"one of {sorted(CONFIGS)}"
+    if data.get("kind") not in _READERS or kind not in (None, data["kind"]):
+        expected = repr(kind) if kind else f"one of {sorted(_READERS)}"
         raise CheckpointError(f"{file}: kind: expected {expected}, found {data.get('kind')!r}")
     try:
-        return CONFIGS[data["kind"]].from_json(data["config"])
+        return _READERS[data["kind"]](data["config"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file}: config: {_first_line(error)}") from None
 

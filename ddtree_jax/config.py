@@ -5,7 +5,7 @@ Everything here is frozen and hashable: a config is a static argument of every j
 
 import dataclasses
 import itertools
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 
@@ -92,9 +92,14 @@ class DeltaConfig:
         return 2 * self.key_size + self.value_size
 
 
-# Parameters whose dtype is not the model's. The decays of Gated DeltaNet are exp(-exp(A_log) ...): these few numbers
-# stay float32. Token ids are no weights.
-FIXED_DTYPES = {"A_log": "float32", "dt_bias": "float32", "target_ids": "int32"}
+# Parameters whose dtype is not the model's, by the last part of their path. The decays of Gated DeltaNet are
+# exp(-exp(A_log) ...): these few numbers stay float32. Token ids are no weights.
+FIXED_DTYPES = {"A_log": "float32", "dt_bias": "float32", "target_ids": "int32", "d2t": "int32"}
+
+
+def parameter_dtype(name: str, model: str) -> str:
+    """The dtype of a parameter by the last part of its path: that of the model, but for a few by name."""
+    return FIXED_DTYPES.get(name, model)
 
 
 class _ModelConfig:
@@ -213,6 +218,8 @@ class DrafterConfig(_ModelConfig):
       selector_rank, selector_top_k: R and K of DFlash 2's candidate selector; rank 0 for none.
     """
 
+    family: ClassVar[str] = "dflash"
+
     hidden_size: int
     intermediate_size: int
     num_layers: int
@@ -258,6 +265,91 @@ class DrafterConfig(_ModelConfig):
         """Tokens that a tree may choose from at one depth."""
         return min(self.selector_top_k, self.vocab_size) if self.selector_rank else self.vocab_size
 
+    @property
+    def max_depth(self) -> int:
+        """The deepest draft there can be."""
+        return self.depth
+
+
+MAX_STEPS = 32  # of a drafter that runs once a depth; each is compiled
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepDrafterConfig(_ModelConfig):
+    """What drafters of one decoder layer share that run once for every depth, each time on the tokens drafted last.
+
+    Attributes:
+      target_hidden_size, target_num_layers, target_vocab_size: what the drafter was trained on.
+      depth: L, tokens drafted a round unless the caller says otherwise; any depth up to `max_depth` is possible.
+    """
+
+    num_layers: ClassVar[int] = 1
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    target_hidden_size: int
+    target_num_layers: int
+    target_vocab_size: int
+    depth: int
+    dtype: str = "bfloat16"
+
+    @property
+    def max_depth(self) -> int:
+        """The deepest draft there can be."""
+        return MAX_STEPS
+
+    def to_json(self) -> dict[str, Any]:
+        return {"family": self.family, **super().to_json()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle3Config(StepDrafterConfig):
+    """An EAGLE-3 drafter (arXiv 2503.01840): one layer over the embedding of a token and three taps of the target.
+
+    Attributes:
+      target_layer_ids: three taps; l means the residual stream after the target's zero-based block l.
+      draft_vocab_size: rows of the drafter's own head, a selection of the target's tokens (`d2t`).
+      own_embedding: the drafter has an embedding table of its own; else it shares the target's.
+    """
+
+    family: ClassVar[str] = "eagle3"
+    rotary_dim: ClassVar[int | None] = None
+    qk_norm: ClassVar[bool] = False
+    attention_gate: ClassVar[bool] = False
+    zero_centred_norms: ClassVar[bool] = False
+
+    target_layer_ids: tuple[int, ...]
+    draft_vocab_size: int
+    own_embedding: bool = False
+    depth: int = 7  # steps unrolled in training
+
+    @property
+    def max_candidates(self) -> int:
+        """Tokens that a tree may choose from at one depth."""
+        return self.draft_vocab_size
+
+
+def eagle3_taps(num_layers: int) -> tuple[int, int, int]:
+    """Blocks whose output EAGLE-3 reads where its config names none: what enters blocks 2, n / 2 and n - 3."""
+    return 1, num_layers // 2 - 1, num_layers - 4
+
+
+DraftConfig = DrafterConfig | Eagle3Config
+_DRAFTERS = {cls.family: cls for cls in (DrafterConfig, Eagle3Config)}
+
+
+def drafter_from_json(data: dict[str, Any]) -> DraftConfig:
+    """The config of any drafter; without a "family" it is DFlash's. Raises ValueError naming what is wrong."""
+    family = data.get("family", DrafterConfig.family) if isinstance(data, dict) else data
+    if not isinstance(family, str) or family not in _DRAFTERS:
+        raise ValueError(f"family: expected one of {sorted(_DRAFTERS)}, found {family!r}")
+    return _DRAFTERS[family].from_json({k: v for k, v in data.items() if k != "family"})
+
 
 def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
     """Taps spread evenly from block 1 to the third block from the end, as the z-lab reference spreads them.
@@ -283,29 +375,37 @@ class Method:
     Attributes:
       needs_drafter: whether it needs a drafter's checkpoint.
       has_width: whether `num_nodes` sets the width of its tree.
-      same_as: the method that it is another name of.
+      same_as: the method that it is another name of, for drafters that have both.
+      families: drafters that can do it, if it needs one.
     """
 
     needs_drafter: bool
     has_width: bool = False
     same_as: str | None = None
+    families: tuple[str, ...] = tuple(_DRAFTERS)
+
+    def possible(self, drafter: DraftConfig | None) -> bool:
+        """Whether it can be done with this drafter, or without one."""
+        return not self.needs_drafter or (drafter is not None and drafter.family in self.families)
 
 
 METHODS = {
     "autoregressive": Method(needs_drafter=False),
     "lookup": Method(needs_drafter=False),
     "lookup_tree": Method(needs_drafter=False, has_width=True),
-    "dflash": Method(needs_drafter=True),
+    "dflash": Method(needs_drafter=True, families=("dflash",)),
     "best_path": Method(needs_drafter=True, same_as="dflash"),
     "static_tree": Method(needs_drafter=True),
-    "ddtree": Method(needs_drafter=True, has_width=True),
+    "ddtree": Method(needs_drafter=True, has_width=True, families=("dflash",)),
+    "eagle2": Method(needs_drafter=True, has_width=True, families=("eagle3",)),
 }
 MAX_NODES = 512
 
 
-def possible_methods(drafter: DrafterConfig | None) -> list[str]:
+def possible_methods(drafter: DraftConfig | None) -> list[str]:
     """The methods that a target can be decoded with, given its drafter; no method under two names."""
-    return [n for n, m in METHODS.items() if m.same_as is None and (drafter is not None or not m.needs_drafter)]
+    possible = [name for name, method in METHODS.items() if method.possible(drafter)]
+    return [name for name in possible if METHODS[name].same_as not in possible]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -315,12 +415,13 @@ class DecodeConfig:
 
     Attributes:
       method: "autoregressive"; "lookup" and "lookup_tree" (what followed the last tokens where they occurred before:
-        the first such continuation, or several merged in a tree); of a drafter "dflash" or "best_path" (its most
-        probable chain), "static_tree" (its tokens by rank, in a tree fixed in advance) or "ddtree" (its N most probable
-        prefixes).
-      num_nodes: N, width of the tree, root included (ddtree and lookup_tree). Widths that fill tiles: 16, 32, 64, 128,
-        256.
+        the first such continuation, or several merged in a tree); of a drafter "best_path" (its most probable chain,
+        for DFlash also "dflash"), "static_tree" (its tokens by rank, in a tree fixed in advance), "ddtree" (DFlash: its
+        N most probable prefixes) or "eagle2" (drafters that run once a depth: the tree grown from the best nodes).
+      num_nodes: N, width of the tree, root included (ddtree, eagle2 and lookup_tree). Widths that fill tiles: 16, 32,
+        64, 128, 256.
       draft_depth: L, tokens drafted a round; None takes all that the drafter was trained for, 15 for a look-up.
+      branching: children drafted of a node, and nodes drafted further at each depth (eagle2).
       tree_choices: the static tree: a list of tuples of child ranks such as ((0,), (1,), (0, 0)), its text, or the
         name of a published tree ("eagle-1", "medusa-vicuna-7b"); None takes "eagle-1" down to the drafter's depth.
       ngram: longest run of last tokens that a look-up looks for.
@@ -338,6 +439,7 @@ class DecodeConfig:
     method: str = "ddtree"
     num_nodes: int = 64
     draft_depth: int | None = None
+    branching: int = 10
     tree_choices: str | tuple[tuple[int, ...], ...] | None = None
     ngram: int = 3
     max_new_tokens: int = 256

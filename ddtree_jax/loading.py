@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ddtree_jax.checkpoint import load_config, load_params
-from ddtree_jax.config import DrafterConfig, TargetConfig
+from ddtree_jax.config import DraftConfig, TargetConfig
 from ddtree_jax.models.abstract import abstract_params, check_fits
 from ddtree_jax.tokenizer import Tokenizer
 
@@ -21,9 +21,9 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Drafter:
-    """A drafter ready to decode; it shares the embedding and the head of the target that it was loaded for."""
+    """A drafter ready to decode; it shares what it has not of its own with the target that it was loaded for."""
 
-    config: DrafterConfig
+    config: DraftConfig
     params: Any
 
 

@@ -20,7 +20,9 @@ import tokenizers.pre_tokenizers
 from ddtree_jax.config import (
     FIXED_DTYPES,
     DeltaConfig,
+    DraftConfig,
     DrafterConfig,
+    Eagle3Config,
     MoEConfig,
     RopeConfig,
     TargetConfig,
@@ -76,7 +78,7 @@ def tiny_drafter_config(target: TargetConfig, **overrides) -> DrafterConfig:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _init(config: TargetConfig | DrafterConfig, seed: int):
+def _init(config: TargetConfig | DraftConfig, seed: int):
     """`init_params` as one program, which leaves out the pass that the parameters do not need."""
     return init_params(config, jax.random.key(seed))
 
@@ -114,6 +116,26 @@ def _disturb_dflash2(params, seed: int):
         return x + jax.random.normal(key, x.shape, x.dtype) * jnp.asarray(0.3, x.dtype)
 
     return jax.tree_util.tree_map_with_path(disturb, params)
+
+
+def tiny_eagle3_config(target: TargetConfig, **overrides) -> Eagle3Config:
+    """An EAGLE-3 drafter for `target` that knows two of three of its tokens."""
+    values = dict(
+        hidden_size=target.hidden_size, intermediate_size=40, num_heads=4, num_kv_heads=2, head_dim=8,
+        rms_norm_eps=1e-6, rope=RopeConfig(theta=10000.0), target_layer_ids=(0, target.num_layers - 1),
+        target_hidden_size=target.hidden_size, target_num_layers=target.num_layers,
+        target_vocab_size=target.vocab_size, draft_vocab_size=2 * target.vocab_size // 3, depth=4, dtype=target.dtype,
+    )  # fmt: skip
+    return Eagle3Config(**values | overrides)
+
+
+def tiny_eagle3(target: Target, seed: int = 1, **overrides) -> Drafter:
+    """A random EAGLE-3 drafter for `target`; of every three tokens it leaves out the last."""
+    config = tiny_eagle3_config(target.config, **overrides)
+    params = _init(config, seed)
+    rows = jnp.arange(config.draft_vocab_size, dtype=jnp.int32)
+    offsets = jnp.minimum(rows // 2, config.target_vocab_size - config.draft_vocab_size)
+    return Drafter(config, params | {"lm_head": params["lm_head"] | {"d2t": offsets}})
 
 
 def random_dflash(

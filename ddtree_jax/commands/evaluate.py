@@ -50,7 +50,8 @@ def main(args: argparse.Namespace) -> int:
     longest = runs.longest_prompt(target, sets, args.turns, chat, args.max_new_tokens)
     base = DecodeConfig(
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed, batch_size=args.batch_size,
-        prompt_bucket=longest, draft_depth=args.draft_depth, ngram=args.ngram,
+        prompt_bucket=longest, draft_depth=args.draft_depth, branching=args.branching,
+        ngram=args.ngram,
     )  # fmt: skip
     methods = args.methods.split(",") if args.methods else possible_methods(drafter.config if drafter else None)
     todo = variants(methods, parse_widths(args.num_nodes), read_trees(args.tree_choices), base, target, drafter)
@@ -100,7 +101,7 @@ def report(records: list[dict], baseline: str, folder: Path, *, best_width: bool
 def _settings(args: argparse.Namespace, target) -> dict:
     """What must agree for two runs to share a folder. Methods, widths, trees, files and limits may grow."""
     names = ("target", "drafter", "turns", "max_new_tokens", "temperature", "seed", "batch_size", "no_chat")
-    drafting = {name: value for name in ("draft_depth", "ngram")
+    drafting = {name: value for name in ("draft_depth", "branching", "ngram")
                 if (value := getattr(args, name)) != getattr(DecodeConfig, name)}  # fmt: skip
     device = {"device": jax.devices()[0].device_kind, "dtype": target.config.dtype}
     return {name: getattr(args, name) for name in names} | drafting | device

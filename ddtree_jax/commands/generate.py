@@ -62,6 +62,7 @@ def decode_config(args: argparse.Namespace) -> DecodeConfig:
     """The settings that all methods share."""
     return DecodeConfig(
         draft_depth=args.draft_depth,
+        branching=args.branching,
         ngram=args.ngram,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,

@@ -11,7 +11,11 @@ from ddtree_jax.tree import PRESETS
 def add_drafting(parser: argparse.ArgumentParser, *, widths: str) -> None:
     """Adds the options of the methods; `widths` is the default of --num-nodes."""
     add = parser.add_argument
-    add("--num-nodes", default=widths, help="width of ddtree and lookup_tree, root included; several with commas")
+    add(
+        "--num-nodes",
+        default=widths,
+        help="width of ddtree, eagle2 and lookup_tree, root included; several with commas",
+    )
     add("--best-width", action="store_true", help="show each method at its fastest width only")
     add("--draft-depth", type=int, help="tokens drafted a round; default: what the drafter was trained for")
     add(
@@ -19,6 +23,7 @@ def add_drafting(parser: argparse.ArgumentParser, *, widths: str) -> None:
         help=f"static trees: {', '.join(PRESETS)}, a list such as '[(0,), (1,), (0, 0)]', "
         "or a file of the command static-tree; default: eagle-1 down to the drafter's depth",
     )  # fmt: skip
+    add("--branching", type=int, default=DecodeConfig.branching, help="children drafted of a node (eagle2)")
     add("--ngram", type=int, default=DecodeConfig.ngram, help="longest run of last tokens that a look-up looks for")
 
 

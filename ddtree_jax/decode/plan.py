@@ -7,9 +7,30 @@ import dataclasses
 import numbers
 from collections.abc import Sequence
 
-from ddtree_jax.config import MAX_NODES, METHODS, DecodeConfig, DrafterConfig, TargetConfig
+from ddtree_jax.config import (
+    MAX_NODES,
+    METHODS,
+    DecodeConfig,
+    DraftConfig,
+    DrafterConfig,
+    TargetConfig,
+    possible_methods,
+)
 from ddtree_jax.decode.loop import DecodeLoop
-from ddtree_jax.decode.proposers import Chain, DFlashProposer, LookupProposer, MostProbable, NoDraft, Proposer, Static
+from ddtree_jax.decode.proposers import (
+    Chain,
+    DFlashProposer,
+    DynamicGrowth,
+    LookupProposer,
+    MostProbable,
+    NoDraft,
+    Proposer,
+    Shape,
+    Static,
+    StaticGrowth,
+    StepProposer,
+    chain,
+)  # fmt: skip
 from ddtree_jax.models.abstract import check_fits
 from ddtree_jax.models.decoder import Decoder
 from ddtree_jax.tree import Choices, default_choices, parse_choices
@@ -19,6 +40,7 @@ ROW_TILE = 128  # cache rows come in whole tiles of the attention kernel
 MAX_DEFAULT_BATCH = 8
 LOOKUP_DEPTH = 15  # with the root a chain of 16 rows, which fills a tile
 MAX_NGRAM = 16
+MAX_BRANCHING = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,13 +87,18 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def check_config(config: DecodeConfig, target: TargetConfig, drafter: DrafterConfig | None) -> None:
+def check_config(config: DecodeConfig, target: TargetConfig, drafter: DraftConfig | None) -> None:
     """Raises ValueError on a setting out of range, naming it, what is allowed and what was found."""
     c = config
     _check(c.method in METHODS, f"method {c.method!r} is unknown; known: {', '.join(METHODS)}")
     method = METHODS[c.method]
     if method.needs_drafter:
         _check(drafter is not None, f"method {c.method!r} needs a drafter, and none was given")
+        _check(
+            method.possible(drafter),
+            f"method {c.method!r} cannot be had of a drafter of the kind {drafter.family!r}; "
+            f"possible: {', '.join(possible_methods(drafter))}",
+        )
         check_fits(drafter, target)
     low = 2 if method.has_width else 1
     _check(
@@ -79,10 +106,11 @@ def check_config(config: DecodeConfig, target: TargetConfig, drafter: DrafterCon
         f"num_nodes must be {low}..{MAX_NODES}, root included; found {c.num_nodes!r}",
     )
     if c.draft_depth is not None:
-        most = drafter.depth if method.needs_drafter else MAX_NODES - 1
+        most = drafter.max_depth if method.needs_drafter else MAX_NODES - 1
         _check(_is_int(c.draft_depth, 1, most), f"draft_depth must be 1..{most}; found {c.draft_depth!r}")
     if c.method == "static_tree":
         static_choices(c, drafter)
+    _check(_is_int(c.branching, 1, MAX_BRANCHING), f"branching must be 1..{MAX_BRANCHING}; found {c.branching!r}")
     _check(_is_int(c.ngram, 1, MAX_NGRAM), f"ngram must be 1..{MAX_NGRAM}; found {c.ngram!r}")
     _check(_is_int(c.max_new_tokens, 1), f"max_new_tokens must be 1 or more; found {c.max_new_tokens!r}")
     _check(
@@ -119,17 +147,17 @@ def check_config(config: DecodeConfig, target: TargetConfig, drafter: DrafterCon
     )
 
 
-def static_choices(config: DecodeConfig, drafter: DrafterConfig) -> Choices:
+def static_choices(config: DecodeConfig, drafter: DraftConfig) -> Choices:
     """The static tree of a config, checked and in level order."""
-    depth = config.draft_depth or drafter.depth
     if config.tree_choices is None:
-        return default_choices(depth)
+        return default_choices(config.draft_depth or drafter.depth)
     return parse_choices(
-        config.tree_choices, max_depth=depth, max_rank=drafter.max_candidates - 1, max_nodes=MAX_NODES
+        config.tree_choices, max_depth=config.draft_depth or drafter.max_depth, max_rank=drafter.max_candidates - 1,
+        max_nodes=MAX_NODES,
     )  # fmt: skip
 
 
-def make_proposer(config: DecodeConfig, target: Decoder, drafter: DrafterConfig | None) -> Proposer:
+def make_proposer(config: DecodeConfig, target: Decoder, drafter: DraftConfig | None) -> Proposer:
     """The proposer of a method. Raises as `check_config` does."""
     check_config(config, target.config, drafter)
     method, num_nodes = METHODS[config.method].same_as or config.method, int(config.num_nodes)
@@ -141,15 +169,25 @@ def make_proposer(config: DecodeConfig, target: Decoder, drafter: DrafterConfig 
             num_nodes=num_nodes if method == "lookup_tree" else None,
             ngram=int(config.ngram),
         )
-    if method == "static_tree":
-        shape = Static(static_choices(config, drafter))
+    depth = int(config.draft_depth or drafter.depth)
+    if isinstance(drafter, DrafterConfig):
+        return DFlashProposer(target=target, config=drafter, depth=depth, shape=_shape(method, config, drafter))
+    if method == "eagle2":
+        branching = min(int(config.branching), num_nodes - 1, drafter.draft_vocab_size)
+        growth = DynamicGrowth(num_nodes, min(depth, num_nodes - 1), branching)
     else:
-        shape = MostProbable(num_nodes) if method == "ddtree" else Chain()
-    return DFlashProposer(target=target, config=drafter, depth=int(config.draft_depth or drafter.depth), shape=shape)
+        growth = StaticGrowth(static_choices(config, drafter)) if method == "static_tree" else chain(depth)
+    return StepProposer(target=target, config=drafter, growth=growth)
+
+
+def _shape(method: str, config: DecodeConfig, drafter: DrafterConfig) -> Shape:
+    if method == "static_tree":
+        return Static(static_choices(config, drafter))
+    return MostProbable(int(config.num_nodes)) if method == "ddtree" else Chain()
 
 
 def make_plan(
-    config: DecodeConfig, target: TargetConfig, drafter: DrafterConfig | None, prompt_lengths: Sequence[int]
+    config: DecodeConfig, target: TargetConfig, drafter: DraftConfig | None, prompt_lengths: Sequence[int]
 ) -> Plan:
     """Plans the decode of prompts of these lengths, in tokens. Raises ValueError on anything that cannot be done."""
     decoder = Decoder(target)

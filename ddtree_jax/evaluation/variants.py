@@ -60,7 +60,7 @@ def variants(
                 raise ValueError(f"method {name!r} needs a drafter, and none was given")
             for tree in trees:
                 config = dataclasses.replace(base, method=name, tree_choices=tree)
-                choices = static_choices(config, target.config, drafter.config)
+                choices = static_choices(config, drafter.config)
                 found.append(Variant(name, 1 + len(choices), choices))
         elif METHODS[name].has_width:
             found += [Variant(name, width) for width in widths]

@@ -10,7 +10,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from ddtree_jax.config import DrafterConfig, TargetConfig
+from ddtree_jax.config import DraftConfig, TargetConfig
 from ddtree_jax.models import recurrent
 from ddtree_jax.models.recurrent import RecurrentRows, RecurrentState
 from ddtree_jax.tree import move_path_rows, write_rows
@@ -35,7 +35,7 @@ class KVCache:
     recurrent: RecurrentState | None = None
 
     @classmethod
-    def empty(cls, config: TargetConfig | DrafterConfig, *, batch: int, rows: int) -> "KVCache":
+    def empty(cls, config: TargetConfig | DraftConfig, *, batch: int, rows: int) -> "KVCache":
         """A cache of no live rows for a model. Every array is its own buffer, so that all of them can be donated."""
         delta_layers = config.delta_layers if isinstance(config, TargetConfig) else ()
 

@@ -9,8 +9,9 @@ from ddtree_jax.tree.compact import gather_path, move_path_rows, write_rows
 from ddtree_jax.tree.conditional import conditional_chain, conditional_static_tree, conditional_tree
 from ddtree_jax.tree.draft_tree import DraftTree, ancestor_bits, num_words, static_bits, unpack_ancestors
 from ddtree_jax.tree.draw import format_tree, plot_tree
-from ddtree_jax.tree.select import top_tokens
-from ddtree_jax.tree.static import static_layout, static_tree
+from ddtree_jax.tree.pool import tree_from_pool
+from ddtree_jax.tree.select import sorted_largest, top_tokens
+from ddtree_jax.tree.static import fill_layout, static_layout, static_tree
 from ddtree_jax.tree.trie import trie_tree
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "conditional_static_tree",
     "conditional_tree",
     "default_choices",
+    "fill_layout",
     "format_tree",
     "gather_path",
     "move_path_rows",
@@ -37,11 +39,13 @@ __all__ = [
     "rank_hits",
     "replayed_length",
     "root_tree",
+    "sorted_largest",
     "static_bits",
     "static_layout",
     "static_tree",
     "top_suffices",
     "top_tokens",
+    "tree_from_pool",
     "trie_tree",
     "unpack_ancestors",
     "write_rows",

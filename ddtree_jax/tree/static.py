@@ -89,7 +89,7 @@ def fill_layout(layout: StaticLayout, own: jax.Array, tokens: jax.Array, root_to
       tokens: [B, N - 1] int32.
       root_tokens: [B] int32.
     """
-    batch, num_nodes = tokens.shape[0], len(layout.parent)
+    batch = tokens.shape[0]
     own = jnp.concatenate([jnp.zeros((batch, 1), jnp.float32), jnp.where(jnp.isnan(own), -jnp.inf, own)], axis=1)
     return DraftTree(
         tokens=jnp.concatenate([root_tokens[:, None], tokens], axis=1),
@@ -97,6 +97,6 @@ def fill_layout(layout: StaticLayout, own: jax.Array, tokens: jax.Array, root_to
         depth=in_every_slot(layout.depth, batch),
         # Not a product with the mask: 0 times -inf is NaN.
         log_prob=jnp.sum(jnp.where(layout.visible[None], own[:, None, :], 0.0), axis=-1),
-        size=jnp.full((batch,), num_nodes, jnp.int32),
+        size=jnp.full((batch,), len(layout.parent), jnp.int32),
         ancestors=in_every_slot(static_bits(layout.visible), batch),
     )

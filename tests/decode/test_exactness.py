@@ -122,6 +122,41 @@ def test_every_kind_of_drafter(pair, reference, kind, method, num_nodes, tempera
     check(out, reference(temperature, max_new_tokens=32))
 
 
+# Of drafters that run once a depth: (method, width), temperatures of the first stage for a dense target.
+STEP_METHODS = {("best_path", 2): (0.0,), ("static_tree", 2): (), ("eagle2", 16): (1.0,), ("eagle2", 64): ()}
+
+
+def step_combinations():
+    for kind, case, batch, temperature in itertools.product(KINDS, STEP_METHODS, (1, 3), TEMPERATURES):
+        if kind != "dense" and (batch == 1 or temperature == 0.7):
+            continue
+        fast = kind == "dense" and batch == 3 and temperature in STEP_METHODS[case]
+        yield pytest.param(kind, *case, batch, temperature, marks=() if fast else SLOW)
+
+
+@pytest.mark.parametrize("pair,method,num_nodes,batch,temperature", list(step_combinations()), indirect=["pair"])
+def test_every_method_of_eagle3(pair, reference, method, num_nodes, batch, temperature):
+    drafter = testing.tiny_eagle3(pair[0])
+    settings = dict(temperature=temperature, max_new_tokens=32)
+    out = decode(pair[0], drafter, PROMPTS[:batch], method, num_nodes, branching=6, **settings)
+    check(out, reference(**settings)[:batch])
+
+
+@pytest.mark.parametrize("method", ["eagle2", pytest.param("static_tree", marks=SLOW)])
+def test_long_paths_of_eagle3(method):
+    """A vocabulary so small that trees hold most of what the target may draw."""
+    target = testing.tiny_target(num_layers=2, sliding_windows=(None,) * 2, vocab_size=4, stop_token_ids=())
+    drafter = testing.tiny_eagle3(target, draft_vocab_size=4)
+    prompts, settings = [[3, 1, 2, 1, 0], [2] * 19, [1]], dict(temperature=1.0, max_new_tokens=40)
+    plain = decode(target, None, prompts, "autoregressive", **settings)
+    choices = tuple(c for d in (1, 2, 3) for c in itertools.product(range(4), repeat=d))
+    out = decode(target, drafter, prompts, method, 64, branching=4, tree_choices=choices, **settings)
+    assert out.tokens == plain.tokens
+    assert out.mean_accepted_length > 2.5
+    longest = max(map(max, out.accepted_lengths))
+    assert longest >= 4  # all levels of the static tree and the token after it
+
+
 @OTHERS_TOO
 def test_the_reference_meets_stops_and_limits(reference):
     reasons = {reason for temperature in TEMPERATURES for _, reason in reference(temperature, max_new_tokens=32)}

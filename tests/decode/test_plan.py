@@ -1,5 +1,7 @@
 """Settings out of range end in one clear error before anything compiles."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -13,6 +15,37 @@ from ddtree_jax.tree import PRESETS
 
 TARGET = testing.tiny_target_config()
 DRAFTER = testing.tiny_drafter_config(TARGET)
+EAGLE = testing.tiny_eagle3_config(TARGET)
+# Every method that can be planned, with a drafter that it takes.
+PAIRS = [(m, DRAFTER if METHODS[m].possible(DRAFTER) else EAGLE) for m in METHODS]
+PAIRS += [(m, EAGLE) for m in ("best_path", "static_tree")]
+
+
+@pytest.mark.parametrize(
+    "settings,message",
+    [
+        (dict(method="ddtree"), "'ddtree' cannot be had of a drafter of the kind 'eagle3'; possible: .*eagle2"),
+        (dict(method="dflash"), "'dflash' cannot be had of a drafter of the kind 'eagle3'; possible: .*best_path"),
+        (dict(method="eagle2", num_nodes=1), "num_nodes must be 2..512, root included; found 1"),
+        (dict(method="eagle2", branching=0), "branching must be 1..32; found 0"),
+        (dict(method="eagle2", branching=True), "branching must be 1..32; found True"),
+        (dict(method="eagle2", draft_depth=33), "draft_depth must be 1..32; found 33"),
+        (dict(method="static_tree", tree_choices=((40,),)), r"\(40,\) is too wide: rank 40 of at most 39"),
+        (dict(method="static_tree", tree_choices="eagle-1", draft_depth=4), "is too deep: 5 of at most 4"),
+    ],
+)
+def test_refusals_of_a_drafter_that_runs_once_a_depth(settings, message):
+    with pytest.raises(ValueError, match=message):
+        make_plan(dt.DecodeConfig(**settings), TARGET, EAGLE, [3])
+
+
+def test_a_drafter_that_runs_once_a_depth_can_go_deeper_than_by_default():
+    plan = make_plan(dt.DecodeConfig(method="static_tree", tree_choices="eagle-1"), TARGET, EAGLE, [3])
+    assert EAGLE.depth == 4 and plan.loop.proposer.max_path == 6
+    plan = make_plan(dt.DecodeConfig(method="best_path"), TARGET, EAGLE, [3])
+    assert plan.loop.proposer.max_path == 5
+    plan = make_plan(dt.DecodeConfig(method="eagle2", num_nodes=4, draft_depth=9), TARGET, EAGLE, [3])
+    assert (plan.loop.proposer.growth.depth, plan.loop.proposer.growth.branching) == (3, 3)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +117,21 @@ def test_a_drafter_of_another_target():
         make_plan(dt.DecodeConfig(), TARGET, other, [3])
 
 
+@pytest.mark.parametrize(
+    "changes,message",
+    [
+        (dict(target_vocab_size=62), "target_vocab_size: expected 61, found 62"),
+        (dict(hidden_size=16), "hidden_size: expected 32, found 16"),
+        (dict(draft_vocab_size=62), "draft_vocab_size: expected 1..61, found 62"),
+        (dict(target_layer_ids=(0, 3)), "target_layer_ids: expected ascending block ids in 0..2"),
+        (dict(depth=0), "depth: expected 1..32, found 0"),
+    ],
+)
+def test_an_eagle3_drafter_of_another_target(changes, message):
+    with pytest.raises(ValueError, match=f"does not fit the target: {message}"):
+        make_plan(dt.DecodeConfig(method="eagle2"), TARGET, dataclasses.replace(EAGLE, **changes), [3])
+
+
 def test_a_drafter_is_needed():
     with pytest.raises(ValueError, match="method 'ddtree' needs a drafter, and none was given"):
         make_plan(dt.DecodeConfig(), TARGET, None, [3])
@@ -91,7 +139,8 @@ def test_a_drafter_is_needed():
 
 def test_methods_of_a_pair():
     assert possible_methods(None) == ["autoregressive", "lookup", "lookup_tree"]
-    assert possible_methods(DRAFTER) == [m for m in METHODS if m != "best_path"]
+    assert possible_methods(DRAFTER) == [m for m in METHODS if m not in ("best_path", "eagle2")]
+    assert possible_methods(EAGLE) == [m for m in METHODS if m not in ("dflash", "ddtree")]
     for method in possible_methods(None):
         make_plan(dt.DecodeConfig(method=method), TARGET, None, [3])
 
@@ -182,9 +231,9 @@ def test_bucket(size, expected):
 
 @pytest.mark.parametrize("lengths", [[1], [16], [17], [200, 3], [300]])
 @pytest.mark.parametrize("max_new_tokens", [1, 40, 10_000])
-@pytest.mark.parametrize("method", METHODS)
-def test_shapes_leave_room_for_every_write(lengths, max_new_tokens, method):
-    plan = make_plan(dt.DecodeConfig(method=method, max_new_tokens=max_new_tokens), TARGET, DRAFTER, lengths)
+@pytest.mark.parametrize("method,drafter", PAIRS)
+def test_shapes_leave_room_for_every_write(lengths, max_new_tokens, method, drafter):
+    plan = make_plan(dt.DecodeConfig(method=method, max_new_tokens=max_new_tokens), TARGET, drafter, lengths)
     rows = plan.loop.proposer.max_path
     assert plan.prompt_rows % plan.loop.chunk == 0
     assert plan.prompt_rows >= max(lengths)
@@ -198,8 +247,8 @@ def test_shapes_leave_room_for_every_write(lengths, max_new_tokens, method):
 
 def test_limits_do_not_depend_on_the_method():
     plans = [
-        make_plan(dt.DecodeConfig(method=m, max_new_tokens=10_000, num_nodes=n), TARGET, DRAFTER, [200, 3])
-        for m, n in (*((m, 2) for m in METHODS), ("ddtree", 256), ("lookup_tree", 256))
+        make_plan(dt.DecodeConfig(method=m, max_new_tokens=10_000, num_nodes=n), TARGET, d, [200, 3])
+        for m, d, n in (*((m, d, 2) for m, d in PAIRS), ("ddtree", DRAFTER, 256), ("eagle2", EAGLE, 256))
     ]
     assert {p.limits for p in plans} == {(312, 509)}
 

@@ -1,0 +1,130 @@
+"""The EAGLE-3 drafter and the trees that grow from it, against a numpy form that knows neither caches nor trees."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eagle3_oracle import Oracle, by_rank, eagle2
+
+from ddtree_jax import testing
+from ddtree_jax.decode.proposers import DynamicGrowth, StaticGrowth, StepProposer, TextRows, chain
+from ddtree_jax.models.decoder import Decoder
+
+TOLERANCE = 1e-4
+ROWS, CAPACITY, LENGTHS = 6, 32, (9, 1, 14)
+TREE = ((0,), (1,), (2,), (0, 0), (0, 2), (2, 1), (0, 2, 0), (2, 1, 3), (0, 2, 0, 1))
+
+
+@functools.cache
+def models(own_embedding):
+    target = testing.tiny_target(num_layers=2, sliding_windows=(None,) * 2)
+    overrides = dict(own_embedding=True, hidden_size=24) if own_embedding else {}
+    drafter = testing.tiny_eagle3(target, seed=3, **overrides)
+    # Norms of other weights than one, and sharper distributions, so that every factor counts.
+    rng = np.random.default_rng(5)
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, x: jnp.asarray(rng.uniform(0.5, 1.5, x.shape), x.dtype) if "norm" in path[-2].key else x,
+        drafter.params,
+    )
+    params["lm_head"]["weight"] = params["lm_head"]["weight"] * 3
+    return target, dataclasses.replace(drafter, params=params)
+
+
+@functools.cache
+def texts():
+    """Tokens with the root, and the target's taps (random: the drafter must not care where they come from)."""
+    rng = np.random.default_rng(0)
+    tokens = [rng.integers(0, 61, n + 1) for n in LENGTHS]
+    return tokens, [rng.standard_normal((n, 64)).astype(np.float32) for n in LENGTHS]
+
+
+@functools.cache
+def absorb(proposer):
+    return jax.jit(proposer.absorb)
+
+
+def cache_of(proposer, drafter, target, seed):
+    """Absorbs the texts in steps of random sizes, another size in each slot; rows that nobody wrote are NaN."""
+    rng, (tokens, features) = np.random.default_rng(seed), texts()
+    cache = jax.tree.map(lambda x: x if x.dtype == jnp.int32 else x * jnp.nan, proposer.init_cache(3, CAPACITY))
+    have = np.zeros(3, int)
+    while (have < LENGTHS).any():
+        count = np.minimum(rng.integers(0, ROWS + 1, 3), LENGTHS - have)
+        # Rows past the live ones come from rejected tokens: anything.
+        step = rng.integers(0, 61, (3, ROWS)), rng.standard_normal((3, ROWS, 64))
+        for b, n in enumerate(count):
+            for new, text in zip(step, (tokens[b], features[b])):
+                new[b, :n] = text[have[b] : have[b] + n]
+        rows = TextRows(
+            tokens=jnp.asarray(step[0], jnp.int32), hidden=jnp.zeros((3, ROWS, 32), jnp.float32),
+            features=jnp.asarray(step[1], jnp.float32), count=jnp.asarray(count, jnp.int32),
+        )  # fmt: skip
+        cache = absorb(proposer)(drafter.params, target.params, cache, rows)
+        have += count
+    return cache
+
+
+def oracles(drafter, target):
+    embedding = np.asarray(target.params["embed"]["weight"])
+    return [Oracle(drafter.config, drafter.params, embedding, *text) for text in zip(*texts())]
+
+
+@pytest.mark.parametrize("own_embedding", [False, True])
+def test_the_cache_is_what_the_text_gives(own_embedding):
+    target, drafter = models(own_embedding)
+    proposer = StepProposer(Decoder(target.config), drafter.config, chain(1))
+    for seed in (0, 1):
+        cache = cache_of(proposer, drafter, target, seed)
+        np.testing.assert_array_equal(cache.length, LENGTHS)
+        np.testing.assert_array_equal(cache.rows.length, np.array(LENGTHS) - 1)
+        for b, oracle in enumerate(oracles(drafter, target)):
+            keys, values = oracle.keys_values(oracle.rows)
+            live = len(oracle.rows) - 1  # the last row waits for the root
+            for have, want in ((cache.rows.keys, keys), (cache.rows.values, values)):
+                np.testing.assert_allclose(have[0][b, :, :live].swapaxes(0, 1), want[:live], atol=TOLERANCE)
+            np.testing.assert_allclose(cache.context[b], oracle.rows[-1][1], atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("own_embedding", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "growth,build",
+    [
+        pytest.param(chain(5), lambda o: by_rank(o, [(0,) * d for d in range(1, 6)]), id="chain"),
+        pytest.param(StaticGrowth(TREE), lambda o: by_rank(o, TREE), id="static"),
+        pytest.param(DynamicGrowth(24, 4, 3), lambda o: eagle2(o, 24, 4, 3), id="dynamic"),
+        pytest.param(DynamicGrowth(6, 4, 5), lambda o: eagle2(o, 6, 4, 5), id="narrow"),
+        pytest.param(DynamicGrowth(64, 2, 4), lambda o: eagle2(o, 64, 2, 4), id="all that was drafted"),
+    ],
+)
+def test_trees(growth, build, own_embedding):
+    target, drafter = models(own_embedding)
+    proposer = StepProposer(Decoder(target.config), drafter.config, growth)
+    cache = cache_of(proposer, drafter, target, 2)
+    tokens = texts()[0]
+    root = jnp.asarray([t[-1] for t in tokens], jnp.int32)
+    tree = jax.device_get(jax.jit(proposer.propose)(drafter.params, target.params, cache, root))
+    for b, oracle in enumerate(oracles(drafter, target)):
+        expected = build(oracle)
+        paths = {0: ()}
+        for node in range(1, tree.size[b]):
+            parent = tree.parent[b, node]
+            paths[node] = (*paths[parent], int(tree.tokens[b, node]))
+            assert tree.depth[b, node] == len(paths[node])
+            np.testing.assert_allclose(tree.log_prob[b, node], expected[paths[node]], atol=TOLERANCE)
+        assert tree.tokens[b, 0] == root[b]
+        assert set(paths.values()) == {(), *expected}
+        assert len(paths) == tree.size[b]
+
+
+def test_what_the_head_leaves_out_is_never_drafted():
+    target, drafter = models(False)
+    proposer = StepProposer(Decoder(target.config), drafter.config, DynamicGrowth(40, 3, 32))
+    cache = cache_of(proposer, drafter, target, 3)
+    root = jnp.asarray([2, 5, 8], jnp.int32)  # which it leaves out
+    tree = jax.device_get(jax.jit(proposer.propose)(drafter.params, target.params, cache, root))
+    known = np.arange(40) + np.asarray(drafter.params["lm_head"]["d2t"])
+    assert len(set(known)) == 40 and known.max() < 61 and not np.isin(root, known).any()
+    assert np.isin(tree.tokens[:, 1:], known).all() and (tree.size == 40).all()
