@@ -41,8 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     try:
         return COMMANDS[args.command][0].main(args)
-    except (ValueError, FileNotFoundError) as error:
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        named = error.filename and error.strerror
+        print(f"error: {error.filename}: {error.strerror}" if named else f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -40,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    for name in ("limit", "turns"):
+    for name in ("limit", "turns", "compile_workers"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name} must be 1 or more; found {getattr(args, name)}")
+            raise ValueError(f"--{name.replace('_', '-')} must be 1 or more; found {getattr(args, name)}")
     target = load_target(args.target)
     drafter = load_drafter(args.drafter, target) if args.drafter else None
     sets = runs.read_sets(args.prompts, args.limit)

@@ -40,7 +40,12 @@ def read_trees(given: list[str] | None) -> list[str | None]:
 
     Raises ValueError naming a file that cannot be read or holds no tree.
     """
-    return [_read_tree(Path(text)) if text.endswith(".json") else text for text in given or ()] or [None]
+    return [_read_tree(Path(text)) if _is_file(text) else text for text in given or ()] or [None]
+
+
+def _is_file(text: str) -> bool:
+    """Whether a tree is the name of a file: by its ending, or because there is one."""
+    return text.endswith(".json") or (text not in PRESETS and "(" not in text and Path(text).is_file())
 
 
 def _read_tree(path: Path) -> str:

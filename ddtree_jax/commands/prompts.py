@@ -38,6 +38,7 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(f"--temperature must be 0.001..1000, or all prompts would be one; found {args.temperature}")
     if out.exists():
         raise ValueError(f"{out}: exists already; name another file")
+    out.parent.mkdir(parents=True, exist_ok=True)  # before the work, not after it
     allowed = PromptFilter.without(args.exclude)
     target = load_target(args.target)
     deadline = time.monotonic() + 60 * args.minutes if args.minutes else None
@@ -51,7 +52,6 @@ def main(args: argparse.Namespace) -> int:
             progress.update(len(found))
     if not found:
         raise ValueError(f"{args.target}: none of {args.count} draws is a prompt of at most {args.max_tokens} tokens")
-    out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".{out.name}.writing-{secrets.token_hex(4)}")
     try:
         temporary.write_text(prompt_lines(sorted(found)), encoding="utf-8")

@@ -14,6 +14,7 @@ from ddtree_jax.evaluation.ranks import comb_config, measure_ranks
 from ddtree_jax.loading import load_drafter, load_target
 from ddtree_jax.prepare import prepare
 from ddtree_jax.tree import best_static_tree, rank_hits, replayed_length
+from ddtree_jax.tree.best_static import UNKNOWN
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,13 +71,15 @@ def find_tree(paths: np.ndarray, ranks: int, num_nodes: int) -> dict:
     """
     hits = rank_hits(paths, ranks)
     choices, expected = best_static_tree(hits, num_nodes)
+    whole = int((paths != UNKNOWN).all(axis=1).sum())
     if not choices:
         raise ValueError(f"no tree: in {len(paths)} rounds none of the drafter's {ranks} best tokens was right")
     return {
         "tree_choices": str(list(choices)),
         "num_nodes": 1 + len(choices),
         "expected_accepted_length": expected,
-        "replayed_accepted_length": replayed_length(choices, paths),
+        "replayed_accepted_length": replayed_length(choices, paths) if whole else None,
+        "replayed_rounds": whole,
         "rounds": len(paths),
         "hits": hits.tolist(),
     }
@@ -84,12 +87,13 @@ def find_tree(paths: np.ndarray, ranks: int, num_nodes: int) -> dict:
 
 def report(found: dict, asked: int, out: Path, console: Console) -> None:
     console.print(found["tree_choices"], highlight=False, soft_wrap=True)
-    replayed = found["replayed_accepted_length"]
-    console.print(
-        f"{found['num_nodes']} nodes with the root; accepted length {found['expected_accepted_length']:.3f} expected, "
-        f"{replayed:.3f} on the {found['rounds']} rounds that it was found from",
-        soft_wrap=True,
-    )
+    line = f"{found['num_nodes']} nodes with the root; accepted length {found['expected_accepted_length']:.3f} expected"
+    if found["replayed_rounds"]:
+        line += (
+            f", {found['replayed_accepted_length']:.3f} on those {found['replayed_rounds']} of the {found['rounds']} "
+        )
+        line += "rounds it was found from whose text goes on to the full depth"
+    console.print(line, soft_wrap=True)
     if found["num_nodes"] < asked:
         console.print(
             f"No other node was ever right: there are fewer than the {asked} asked for. More prompts may help."

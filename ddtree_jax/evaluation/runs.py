@@ -4,6 +4,7 @@ A run is identified by its settings (`settings.json` beside the lines); a folder
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +43,7 @@ class Results:
             file.write_text(json.dumps(settings, indent=2))
         self._file = self.folder / "records.jsonl"
         self.records = self._read()
-        self._keys = {record_key(r) for r in self.records}
+        self._keys = {record_key(r): r.get("prompt_digest") for r in self.records}
 
     def _read(self) -> list[dict]:
         if not self._file.exists():
@@ -54,9 +55,17 @@ class Results:
         # Not splitlines(): JSON text may hold U+2028 and its like unescaped.
         return [json.loads(line) for line in whole.split("\n") if line]
 
-    def has(self, key: tuple) -> bool:
-        """Whether (set, variant, turn, id) has been run."""
-        return key in self._keys
+    def has(self, key: tuple, prompt: str | None = None) -> bool:
+        """Whether (set, variant, turn, id) has been run.
+
+        Raises ValueError if it was with another prompt (`prompt` is a digest, see `Question.digest`).
+        """
+        if key not in self._keys:
+            return False
+        found = self._keys[key]
+        if prompt is not None and found is not None and found != prompt:
+            raise ValueError(f"{self._file}: prompt {key[3]!r} of {key[0]} has changed since; use another folder")
+        return True
 
     def append(self, records: Sequence[dict]) -> None:
         with self._file.open("a", encoding="utf-8") as file:
@@ -64,7 +73,7 @@ class Results:
             file.flush()
             os.fsync(file.fileno())
         self.records += records
-        self._keys |= {record_key(r) for r in records}
+        self._keys |= {record_key(r): r.get("prompt_digest") for r in records}
 
 
 def record_key(record: dict) -> tuple:
@@ -80,6 +89,11 @@ class Question:
     turn: int
     prompt: Any
 
+    @property
+    def digest(self) -> str:
+        """12 hex digits of what is asked."""
+        return hashlib.sha256(json.dumps(self.prompt, ensure_ascii=True).encode()).hexdigest()[:12]
+
 
 def read_sets(files: Sequence[str | Path], limit: int | None) -> dict[str, list[PromptRecord]]:
     """Prompt files by the name of their stem. Raises ValueError if two share one."""
@@ -88,6 +102,8 @@ def read_sets(files: Sequence[str | Path], limit: int | None) -> dict[str, list[
         name = Path(file).stem
         if name in sets:
             raise ValueError(f"{file}: a prompt file named {name} was given already")
+        if name == "all":
+            raise ValueError(f"{file}: tables call the mean of the sets {name!r}; rename the file")
         sets[name] = read_prompt_file(file)[:limit]
     return sets
 
@@ -156,7 +172,7 @@ def run_all(
                     if r["set"] == name and r["variant"] == todo[0].name
                 }
                 asked = questions(name, records, turn, answers, chat)
-                missing = [q for q in asked if not results.has((name, variant.name, turn, q.id))]
+                missing = [q for q in asked if not results.has((name, variant.name, turn, q.id), q.digest)]
                 progress(len(asked) - len(missing))
                 for group in _groups(missing, max(PROMPTS_PER_WRITE, base.batch_size or 1)):
                     results.append(_run_group(target, drafter, variant, base, group))
@@ -173,6 +189,7 @@ def _run_group(target, drafter, variant: Variant, base: DecodeConfig, group: Seq
             "variant": variant.name,
             "method": variant.method,
             "num_nodes": variant.num_nodes,
+            "prompt_digest": q.digest,
             "prompt_tokens": out.prompt_lengths[i],
             "tokens": out.tokens[i],
             "text": out.text[i] if out.text is not None else "",

@@ -13,6 +13,7 @@ from ddtree_jax.checkpoint import save_checkpoint
 from ddtree_jax.loading import Target, load_target
 from ddtree_jax.train.config import TrainConfig, drafter_config, load_config
 from ddtree_jax.train.data import Document, Rows, pack
+from ddtree_jax.train.parallel import row_mesh
 from ddtree_jax.train.prepare import answer_prompts, encode_files
 from ddtree_jax.train.trainer import Trained, check_fresh, train
 
@@ -57,7 +58,9 @@ def run(args: argparse.Namespace) -> Trained | None:
     overrides = {"temperatures": args.temperature, "max_minutes": args.max_minutes}
     config = load_config(args.config, {k: v for k, v in overrides.items() if v is not None})
     target = load_target(args.target)
-    drafter_config(config, target.config)  # whether they fit is known before hours of answering
+    # Whether all this fits is known before hours of answering.
+    drafter_config(config, target.config)
+    row_mesh(config.batch_size, config.devices)
     if not args.answers_only:
         check_fresh(args.out, args.resume)
     out, answers = Path(args.out), Path(args.answers or Path(args.out) / "answers")

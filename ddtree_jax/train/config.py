@@ -156,8 +156,8 @@ class TrainConfig:
             self._number(name, lambda x: 0 <= x < 1, "in [0, 1)")
         if self.gamma is not None:
             self._number("gamma", lambda x: x > 0, "positive")
-        if not self.temperatures or not all(t == 0 or t >= 1e-3 for t in self.temperatures):
-            raise ValueError(f"temperatures must be 0 or at least 0.001, one or more; found {list(self.temperatures)}")
+        if not self.temperatures or not all(t == 0 or 1e-3 <= t <= 1e3 for t in self.temperatures):
+            raise ValueError(f"temperatures must be 0 or 0.001..1000, one or more; found {list(self.temperatures)}")
         if len(set(self.temperatures)) != len(self.temperatures):
             raise ValueError(f"temperatures must differ; found {list(self.temperatures)}")
         if len(self.sliding_windows) not in (0, self.num_layers) or any(w < 0 for w in self.sliding_windows):
@@ -255,6 +255,8 @@ def drafter_config(config: TrainConfig, target: TargetConfig, dtype: str | None 
     kv_heads = config.num_kv_heads or target.num_kv_heads
     if heads % kv_heads:
         raise ValueError(f"num_heads ({heads}) must be a multiple of num_kv_heads ({kv_heads})")
+    if config.head_dim % 2:
+        raise ValueError(f"head_dim must be even (halves rotate against each other); found {config.head_dim}")
     windows = tuple(w or None for w in config.sliding_windows) or (None,) * config.num_layers
     return DrafterConfig(
         hidden_size=target.hidden_size,

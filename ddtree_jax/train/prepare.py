@@ -1,5 +1,6 @@
 """From prompt files to stored answers: encoding, checks, answering, resuming."""
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -90,9 +91,16 @@ def answer_prompts(
         samples=samples, temperature=temperature, max_new_tokens=config.max_new_tokens, seed=config.seed,
         vocab_size=target.config.vocab_size,
     )  # fmt: skip
+    if reuse and not (Path(folder) / "manifest.json").is_file():
+        raise ValueError(f"{folder}: holds no answers, and none are made when they are to be reused")
     store = AnswerStore(folder, manifest)
     if reuse:
-        return store.documents()
+        documents = store.documents()
+        if not documents:
+            raise ValueError(f"{folder}: holds no finished answer, and none are made when they are to be reused")
+        if not quiet:
+            print(f"{title}: {len(documents)} of {manifest.num_requests} are there", file=sys.stderr, flush=True)
+        return documents
     finished = store.finished()
     # A random order, so that a run cut short by the clock has seen every kind of prompt.
     order = np.random.default_rng([config.seed, manifest.num_requests]).permutation(manifest.num_requests).tolist()

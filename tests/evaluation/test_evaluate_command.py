@@ -95,3 +95,19 @@ def test_refusals(run, folder, capsys, args, files, message):
     err = capsys.readouterr().err
     assert message in err and err.startswith("error: ") and err.count("\n") == 1
     assert not (folder / "refused").exists()
+
+
+def test_a_prompt_that_changed_is_not_taken_for_the_old_one(run, folder, capsys):
+    (folder / "three.jsonl").write_text('{"id": "a", "turns": ["no"]}\n')
+    args = dict(out="changed", files=("three.jsonl",))
+    assert run("--methods", "autoregressive", **args) == 0
+    assert run("--methods", "autoregressive", **args) == 0
+    (folder / "three.jsonl").write_text('{"id": "a", "turns": ["yes"]}\n')
+    assert run("--methods", "autoregressive", **args) == 2
+    assert "prompt 'a' of three has changed since; use another folder" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_one_is_one_line(run, folder, capsys):
+    assert run("--methods", "autoregressive", out="one.jsonl", files=("two.jsonl",)) == 2
+    err = capsys.readouterr().err
+    assert "one.jsonl: File exists" in err and err.startswith("error: ")

@@ -136,3 +136,24 @@ def test_a_prompt_that_is_not_unicode_is_named(folder, capsys):
     (folder / "torn.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, err = run(folder, capsys, "bad", prompts="torn.jsonl")
     assert code == 2 and "torn.jsonl: prompt 'torn': the text is not valid Unicode" in err
+
+
+def test_answers_to_reuse_must_be_there(folder, capsys):
+    code, err = run(folder, capsys, "none", "--reuse-answers", "--answers", str(folder / "no-answers"))
+    assert code == 2 and "no-answers/train-t0: holds no answers" in err and err.count("\n") == 1
+    assert not (folder / "no-answers").exists()
+    assert run(folder, capsys, "none", "--answers-only", "--answers", str(folder / "some"))[0] == 0
+    code, err = run(folder, capsys, "none", "--reuse-answers", "--answers", str(folder / "some"))
+    assert (code, err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "changes,message",
+    [({"devices": 99}, "devices: 99 asked for"), ({"head_dim": 7}, "head_dim must be even"),
+     ({"temperatures": [1e9]}, "temperatures must be 0 or 0.001..1000")],
+)  # fmt: skip
+def test_settings_are_refused_before_anything_is_answered(folder, capsys, changes, message):
+    settings = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "changed.json").write_text(json.dumps(settings))
+    code, err = run(folder, capsys, "early", config="changed.json")
+    assert code == 2 and message in err and not (folder / "early").exists()
