@@ -12,6 +12,7 @@ from convert.gguf_source import GGUFSource, gguf_target_config
 from convert.gguf_tokenizer import gguf_tokenizer_files
 from convert.hf_config import DTYPES, target_config
 from convert.locate import locate
+from convert.mtp_config import is_mtp, mtp_config
 from convert.pipeline import check_names, write_checkpoint
 from convert.safetensors_source import SafetensorsSource
 from convert.source import Renamed, SplitExperts
@@ -78,10 +79,11 @@ def convert_drafter(
     revision: str | None = None,
     progress: bool = False,
 ) -> DraftConfig:
-    """Converts a DFlash or EAGLE-3 drafter and checks that it fits its target.
+    """Converts a drafter, DFlash, EAGLE-3 or a layer for multi-token prediction, and checks that it fits its target.
 
     Args:
-      src: a folder in the z-lab layout of DFlash or in that of EAGLE-3, or a hub id.
+      src: a folder in the z-lab layout of DFlash, in that of EAGLE-3, or the Qwen3.5, Qwen3.6 or Qwen3-Next target
+        whose prediction layer is wanted; or a hub id.
       out, dtype, overwrite, revision, progress: see `convert_target`.
       target: the converted target (its folder or its config).
       sample_from_anchor: the source has the slot layout of DSpark and DeepSpec; never guessed.
@@ -98,15 +100,19 @@ def convert_drafter(
         raise mismatch(path, "file", expected="a folder with config.json and safetensors", found="a file")
     settings = Fields.read(path / "config.json")
     source = SafetensorsSource(path)
+    unused: list[tuple[str, tuple[int, ...]]] = []
+    if sample_from_anchor and (is_eagle3(settings) or is_mtp(settings)):
+        raise mismatch(settings.file, "sample_from_anchor", expected="a DFlash drafter", found="another kind")
+    if taps is not None and not is_eagle3(settings):
+        raise mismatch(settings.file, "taps", expected="an EAGLE-3 drafter", found="another kind")
     if is_eagle3(settings):
-        if sample_from_anchor:
-            raise settings.error("sample_from_anchor", expected="a DFlash drafter", found="EAGLE-3")
         source = Renamed(source, _eagle3_name)
         config = eagle3_config(settings, source.tensors, fitted, taps=taps, dtype=dtype)
         unused = [("t2d", (config.target_vocab_size,))]
+    elif is_mtp(settings):
+        config = mtp_config(path, settings, fitted, dtype=dtype)
+        source = source if config.moe is None else SplitExperts(source)
     else:
-        if taps is not None:
-            raise mismatch(settings.file, "taps", expected="an EAGLE-3 drafter", found="DFlash, which lists its own")
         source = Renamed(source, lambda name: name.removeprefix("model."))
         config = drafter_config(path, source.tensors, fitted, sample_from_anchor=sample_from_anchor, dtype=dtype)
         table = (fitted.vocab_size, fitted.hidden_size)

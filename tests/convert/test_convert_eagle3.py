@@ -246,7 +246,7 @@ def test_tensors_that_are_refused(tmp_path, target, change, message):
 
 def test_options_of_the_other_kind_are_refused(tmp_path, target):
     source = write(tmp_path, settings(), tensors())
-    with pytest.raises(convert.ConversionError, match="sample_from_anchor: expected a DFlash drafter, found EAGLE-3"):
+    with pytest.raises(convert.ConversionError, match="sample_from_anchor: expected a DFlash drafter, found another"):
         convert.convert_drafter(source, tmp_path / "out", target=target, sample_from_anchor=True)
     dflash = synthetic.write_folder(tmp_path / "dflash", synthetic.drafter_json(), {}, tokenizer=False)
     with pytest.raises(convert.ConversionError, match="taps: expected an EAGLE-3 drafter"):
