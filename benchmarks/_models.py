@@ -61,6 +61,11 @@ TARGETS = {
         "llama", 30, 9, 3, 64, hidden_size=576, intermediate_size=1536, tie_embeddings=True, vocab_size=49152,
         rope=RopeConfig(theta=1e5),
     ),
+    "tiny-hybrid": _target(
+        "qwen3_5", 2, 4, 2, 16, hidden_size=64, intermediate_size=128, tie_embeddings=True, vocab_size=512,
+        rope=RopeConfig(), rotary_dim=4, zero_centred_norms=True, attention_gate=True, delta_layers=(0,),
+        delta=DeltaConfig(num_key_heads=2, num_value_heads=4, key_head_dim=16, value_head_dim=16),
+    ),
     "tiny": _target(
         "llama", 2, 4, 2, 16, hidden_size=64, intermediate_size=128, tie_embeddings=True, vocab_size=512,
         rope=RopeConfig(),
@@ -77,7 +82,7 @@ def dflash_config(name: str) -> DrafterConfig:
     stands in.
     """
     t = TARGETS[name]
-    if t.delta_layers:
+    if t.delta_layers and not name.startswith("tiny"):
         layers, window = (5, 2048) if name.startswith("qwen3.6") else (6, 4096)
         taps = default_taps(t.num_layers, 5 if layers == 5 else 8)
         return DrafterConfig(
@@ -87,8 +92,9 @@ def dflash_config(name: str) -> DrafterConfig:
             target_num_layers=t.num_layers, target_vocab_size=t.vocab_size, causal=(False,) * layers,
             sliding_windows=(window,) * (layers - 1) + (None,), dtype=t.dtype,
         )  # fmt: skip
-    layers = 5 if name != "tiny" else 1
-    block, intermediate = {"llama-3.1-8b": (10, 12288), "tiny": (4, 128)}.get(name, (16, t.intermediate_size))
+    layers = 1 if name.startswith("tiny") else 5
+    sizes = {"llama-3.1-8b": (10, 12288), "tiny": (4, 128), "tiny-hybrid": (4, 128)}
+    block, intermediate = sizes.get(name, (16, t.intermediate_size))
     return DrafterConfig(
         hidden_size=t.hidden_size, intermediate_size=intermediate, num_layers=layers, num_heads=t.num_heads,
         num_kv_heads=t.num_kv_heads, head_dim=t.head_dim, rms_norm_eps=t.rms_norm_eps, rope=t.rope,

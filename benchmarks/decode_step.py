@@ -203,7 +203,10 @@ def shortened(shape: str, num_layers: int | None) -> tuple[TargetConfig, Drafter
         return target, drafter
     taps = default_taps(num_layers, min(len(drafter.target_layer_ids), max(1, num_layers - 3)))
     moe = target.moe and dataclasses.replace(target.moe, sparse=target.moe.sparse[:num_layers])
-    target = dataclasses.replace(target, num_layers=num_layers, sliding_windows=(None,) * num_layers, moe=moe)
+    target = dataclasses.replace(
+        target, num_layers=num_layers, sliding_windows=(None,) * num_layers, moe=moe,
+        delta_layers=tuple(i for i in target.delta_layers if i < num_layers),
+    )  # fmt: skip
     return target, dataclasses.replace(drafter, target_num_layers=num_layers, target_layer_ids=taps)
 
 

@@ -28,7 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     drafter = kinds.add_parser(
         "drafter",
         parents=[common],
-        help="DFlash in the z-lab layout, EAGLE-3, or the prediction layer in a Qwen3.5 target",
+        help="DFlash drafter in any of its formats, EAGLE-3, or the prediction layer in a Qwen3.5 target",
     )
     drafter.add_argument("--target", required=True, help="the converted target that it drafts for")
     drafter.add_argument(

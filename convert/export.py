@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from convert.drafter_config import ARCHITECTURE
+from convert.drafter_formats import ARCHITECTURE, ARCHITECTURE_2
 from convert.errors import ConversionError, mismatch
 from convert.names import parameters
 from ddtree_jax.config import DrafterConfig, RopeConfig
@@ -118,8 +118,19 @@ def z_lab_config(config: DrafterConfig, *, dtype: str, max_position_embeddings: 
         result["is_causal"] = config.causal[0]
     if config.target_hidden_size != config.hidden_size:
         result["target_hidden_size"] = config.target_hidden_size
-    if config.sample_from_anchor:
-        result["sample_from_anchor"] = True
+    if config.conv_taps or config.selector_rank:
+        result["architectures"] = [ARCHITECTURE_2]
+        result["dflash_config"] |= {
+            "conv_kernel_size": config.conv_taps,
+            "conv_group_size": config.conv_group_size,
+            "selector_rank": config.selector_rank,
+            "selector_top_k": config.selector_top_k,
+        }
+    if config.draft_vocab_size is not None:
+        expected = "none (a head has all tokens in this layout)"
+        raise mismatch("config", "draft_vocab_size", expected=expected, found=config.draft_vocab_size)
+    if config.sample_from_anchor or config.own_embedding or config.own_head:
+        result["sample_from_anchor"] = config.sample_from_anchor  # own tables make a reader doubt where it is silent
     return result
 
 

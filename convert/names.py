@@ -33,12 +33,15 @@ class Parameter:
       sources: (tensor name, shape) in order of rows.
       order: the parameter's rows as slices of the concatenation, each row in one of them; None for all as they are.
       stack: how many matrices of equally many rows the parameter is cut into, along a new first axis; 0 for none.
+      target_ids: the sources are whole numbers, each the target's id of a drafter's token less the drafter's own id.
+        The parameter holds the target's ids.
     """
 
     path: str
     sources: tuple[tuple[str, tuple[int, ...]], ...]
     order: tuple[slice, ...] | None = None
     stack: int = 0
+    target_ids: bool = False
 
     @property
     def rows_shape(self) -> tuple[int, ...]:
@@ -196,9 +199,11 @@ def _slices(sizes: list[int], start: int = 0) -> list[slice]:
 
 
 def _drafter(c: DrafterConfig) -> Iterator[Parameter]:
-    """DFlash in the z-lab layout: no prefix, no embedding, no head."""
+    """DFlash: no prefix; embedding, head and the table of a reduced vocabulary only where the drafter has its own."""
     hidden, bias = c.hidden_size, c.attention_bias
     query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    if c.own_embedding:
+        yield _one("embed/weight", "embed_tokens.weight", c.target_vocab_size, hidden)
     yield _one("fc/weight", "fc.weight", hidden, len(c.target_layer_ids) * c.target_hidden_size)
     yield _one("hidden_norm/weight", "hidden_norm.weight", hidden)
     for i in range(c.num_layers):
@@ -212,7 +217,39 @@ def _drafter(c: DrafterConfig) -> Iterator[Parameter]:
         yield from _projections(f"{attention}/o_proj", heads, {"o_proj": hidden}, query, bias)
         yield _one(f"{to}/post_attention_layernorm/weight", f"{source}.post_attention_layernorm.weight", hidden)
         yield from _mlp(f"{to}/mlp", f"{source}.mlp", hidden, c.intermediate_size)
+        for name in ("attention_conv", "mlp_conv") if c.conv_taps else ():
+            rows = 2 * c.conv_taps * hidden // c.conv_group_size
+            yield _one(f"{to}/{name}/base_kernel", f"{source}.{name}.base_kernel", 2, c.conv_taps, hidden)
+            weight = "kernel_projection.weight"
+            yield _one(f"{to}/{name}/kernel_projection/weight", f"{source}.{name}.{weight}", rows, hidden)
     yield _one("norm/weight", "norm.weight", hidden)
+    if c.selector_rank:
+        for name in ("predecessor_codebook", "successor_codebook"):  # bare names in the published files
+            yield _one(f"candidate_selector/{name}", f"candidate_selector.{name}", c.vocab_size, c.selector_rank)
+        weight = "hidden_projection.weight"
+        yield _one(
+            "candidate_selector/hidden_projection/weight", f"candidate_selector.{weight}", c.selector_rank, hidden
+        )
+    if c.own_head:
+        yield _one("lm_head/weight", "lm_head.weight", c.vocab_size, hidden)
+    if c.draft_vocab_size is not None:
+        yield Parameter("d2t/target_ids", (("d2t", (c.draft_vocab_size,)),), target_ids=True)
+
+
+_DRAFTER_PREFIXES = ("dflash_module.", "model.")
+_DRAFTER_ALIASES = {
+    "encoder.fc.": "fc.",
+    "encoder.output_norm_enc.": "hidden_norm.",
+    "midlayer.": "layers.0.",
+}
+
+
+def drafter_name(name: str) -> str:
+    """The z-lab name of a tensor of a drafter: prefixes of training frameworks taken away, other writers' names put."""
+    for prefix in _DRAFTER_PREFIXES:
+        name = name.removeprefix(prefix)
+    alias = next((alias for alias in _DRAFTER_ALIASES if name.startswith(alias)), "")
+    return _DRAFTER_ALIASES[alias] + name.removeprefix(alias) if alias else name
 
 
 def _eagle3(c: Eagle3Config) -> Iterator[Parameter]:
@@ -231,7 +268,7 @@ def _eagle3(c: Eagle3Config) -> Iterator[Parameter]:
     yield from _mlp("mlp", "midlayer.mlp", hidden, c.intermediate_size)
     yield _one("norm/weight", "norm.weight", hidden)
     yield _one("lm_head/weight", "lm_head.weight", c.draft_vocab_size, hidden)
-    yield _one("lm_head/d2t", "d2t", c.draft_vocab_size)
+    yield Parameter("lm_head/target_ids", (("d2t", (c.draft_vocab_size,)),), target_ids=True)
 
 
 def _mtp(c: MTPConfig) -> Iterator[Parameter]:

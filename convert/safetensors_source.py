@@ -22,10 +22,9 @@ _DTYPES = {
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
-    "BOOL": np.dtype(np.bool_),
 }
+# Tables of ids; never weights.
+_WHOLE = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "BOOL": np.dtype(np.bool_)}
 _MAX_HEADER = 100 * 2**20  # the limit of the format
 
 
@@ -51,12 +50,13 @@ class SafetensorsSource:
         if listed is not None:
             self._check_index(index, listed)
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, *, whole: bool = False) -> np.ndarray:
         """A read-only view of the mapped file; unmapped when the array goes."""
         info, (offset, _) = self.tensors[name], self._offsets[name]
-        if info.dtype not in _DTYPES:
-            raise mismatch(info.file, f"{name}: dtype", expected=" or ".join(_DTYPES), found=info.dtype)
-        dtype = _DTYPES[info.dtype]
+        known = _WHOLE if whole else _DTYPES
+        if info.dtype not in known:
+            raise mismatch(info.file, f"{name}: dtype", expected=" or ".join(known), found=info.dtype)
+        dtype = known[info.dtype]
         size = math.prod(info.shape)
         if size == 0:
             return np.empty(info.shape, dtype)
@@ -79,8 +79,9 @@ class SafetensorsSource:
             if not 0 <= begin <= end <= data_size:
                 found = f"{data_size} (truncated file?)"
                 raise mismatch(file, name, expected=f"{end} bytes of data", found=found)
-            if dtype in _DTYPES and end - begin != math.prod(shape) * _DTYPES[dtype].itemsize:
-                size = math.prod(shape) * _DTYPES[dtype].itemsize
+            stored = _DTYPES.get(dtype, _WHOLE.get(dtype))
+            if stored is not None and end - begin != math.prod(shape) * stored.itemsize:
+                size = math.prod(shape) * stored.itemsize
                 raise mismatch(file, name, expected=f"{size} bytes for {dtype} {shape}", found=end - begin)
             self.tensors[name] = TensorInfo(file, shape, dtype)
             self._offsets[name] = (data_start + begin, data_start + end)

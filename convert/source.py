@@ -32,7 +32,10 @@ class TensorSource(Protocol):
     tensors: Mapping[str, TensorInfo]
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor, possibly as a view of a mapped file that lives as long as the array. Raises ConversionError."""
+        """The tensor, possibly as a view of a mapped file that lives as long as the array. Raises ConversionError.
+
+        Sources of drafters also take `whole`, which asks for whole numbers or booleans.
+        """
         ...
 
 
@@ -49,8 +52,8 @@ class Renamed:
             self._names[new] = name
         self.tensors = {new: source.tensors[name] for new, name in self._names.items()}
 
-    def read(self, name: str) -> np.ndarray:
-        return self._source.read(self._names[name])
+    def read(self, name: str, **options: bool) -> np.ndarray:
+        return self._source.read(self._names[name], **options)
 
 
 class SplitExperts:

@@ -92,17 +92,14 @@ class DeltaConfig:
         return 2 * self.key_size + self.value_size
 
 
-# The decays of Gated DeltaNet are exp(-exp(A_log) ...): these few numbers stay float32 whatever the model's dtype.
-FLOAT32_PARAMETERS = ("A_log", "dt_bias")
-# Tables of token ids are integers in every checkpoint.
-INT32_PARAMETERS = ("d2t",)
+# Parameters whose dtype is not the model's, by the last part of their path. The decays of Gated DeltaNet are
+# exp(-exp(A_log) ...): these few numbers stay float32. Token ids are no weights.
+FIXED_DTYPES = {"A_log": "float32", "dt_bias": "float32", "target_ids": "int32"}
 
 
 def parameter_dtype(name: str, model: str) -> str:
     """The dtype of a parameter by the last part of its path: that of the model, but for a few by name."""
-    if name in FLOAT32_PARAMETERS:
-        return "float32"
-    return "int32" if name in INT32_PARAMETERS else model
+    return FIXED_DTYPES.get(name, model)
 
 
 class _ModelConfig:
@@ -201,11 +198,11 @@ class TargetConfig(_ModelConfig):
 class DrafterConfig(_ModelConfig):
     """A DFlash block-diffusion drafter (arXiv 2602.06036).
 
-    The drafter owns neither embedding nor head: both are the target's.
+    Embedding and head are the target's, unless the drafter has its own.
 
     Attributes:
       block_size: slots of a block, the anchor included.
-      mask_token_id: row of the target's embedding that stands for "to be predicted".
+      mask_token_id: row of the embedding that stands for "to be predicted".
       target_layer_ids: taps; l means the residual stream after the target's zero-based block l.
       target_hidden_size, target_num_layers, target_vocab_size: what the drafter was trained on.
       causal: per layer, whether a slot sees only earlier slots of its block.
@@ -213,6 +210,12 @@ class DrafterConfig(_ModelConfig):
       sample_from_anchor: False (z-lab): slot i predicts its own position, slot 0 nothing.
         True (DSpark, DeepSpec): slot i predicts the position after it, slot 0 included.
       output_multiplier, logit_softcap, embedding_scale: scale and tanh cap of the logits, scale of the block input.
+      own_embedding: the drafter holds the embedding of its block, one row a token of the target.
+      own_head: the drafter holds its head.
+      draft_vocab_size: rows of a head over a part of the target's tokens, which a table names; None for all of them.
+      conv_taps, conv_group_size: T and G of the dynamic convolutions of DFlash 2 around attention and MLP; no taps for
+        none.
+      selector_rank, selector_top_k: R and K of DFlash 2's candidate selector; rank 0 for none.
     """
 
     family: ClassVar[str] = "dflash"
@@ -238,6 +241,13 @@ class DrafterConfig(_ModelConfig):
     output_multiplier: float = 1.0
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
+    own_embedding: bool = False
+    own_head: bool = False
+    draft_vocab_size: int | None = None
+    conv_taps: int = 0
+    conv_group_size: int = 16
+    selector_rank: int = 0
+    selector_top_k: int = 16
     dtype: str = "bfloat16"
 
     @property
@@ -246,14 +256,19 @@ class DrafterConfig(_ModelConfig):
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     @property
+    def vocab_size(self) -> int:
+        """V of the drafter's distributions."""
+        return self.draft_vocab_size or self.target_vocab_size
+
+    @property
+    def max_candidates(self) -> int:
+        """Tokens that a tree may choose from at one depth."""
+        return min(self.selector_top_k, self.vocab_size) if self.selector_rank else self.vocab_size
+
+    @property
     def max_depth(self) -> int:
         """The deepest draft there can be."""
         return self.depth
-
-    @property
-    def draft_vocab_size(self) -> int:
-        """Tokens that can be drafted."""
-        return self.target_vocab_size
 
 
 MAX_STEPS = 32  # of a drafter that runs once a depth; each is compiled
@@ -298,7 +313,7 @@ class Eagle3Config(StepDrafterConfig):
 
     Attributes:
       target_layer_ids: three taps; l means the residual stream after the target's zero-based block l.
-      draft_vocab_size: rows of the drafter's own head, a selection of the target's tokens (`d2t`).
+      draft_vocab_size: rows of the drafter's own head, a selection of the target's tokens.
       own_embedding: the drafter has an embedding table of its own; else it shares the target's.
     """
 
@@ -314,6 +329,11 @@ class Eagle3Config(StepDrafterConfig):
     draft_vocab_size: int
     own_embedding: bool = False
     depth: int = 7  # steps unrolled in training
+
+    @property
+    def max_candidates(self) -> int:
+        """Tokens that a tree may choose from at one depth."""
+        return self.draft_vocab_size
 
 
 def eagle3_taps(num_layers: int) -> tuple[int, int, int]:

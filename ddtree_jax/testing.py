@@ -18,7 +18,7 @@ import tokenizers.models
 import tokenizers.pre_tokenizers
 
 from ddtree_jax.config import (
-    FLOAT32_PARAMETERS,
+    FIXED_DTYPES,
     DeltaConfig,
     DraftConfig,
     DrafterConfig,
@@ -94,9 +94,29 @@ def tiny_target(seed: int = 0, *, scale: float = 4.0, hybrid: bool = False, **ov
 
 
 def tiny_drafter(target: Target, seed: int = 1, **overrides) -> Drafter:
-    """A random drafter for `target`."""
+    """A random drafter for `target`; of a reduced vocabulary the tokens are any of the target's, and what DFlash 2 adds
+    does something."""
     config = tiny_drafter_config(target.config, **overrides)
-    return Drafter(config, _init(config, seed))
+    params = _init(config, seed)
+    if config.conv_taps or config.selector_rank:
+        params = _disturb_dflash2(params, seed)
+    if config.draft_vocab_size is not None:
+        ids = np.random.default_rng(seed).permutation(config.target_vocab_size)[: config.draft_vocab_size]
+        params = {**params, "d2t": {"target_ids": jnp.asarray(ids, jnp.int32)}}
+    return Drafter(config, params)
+
+
+def _disturb_dflash2(params, seed: int):
+    """Noise where an untrained DFlash 2 has identities and zeros."""
+    keys = iter(jax.random.split(jax.random.key(seed), len(jax.tree.leaves(params))))
+
+    def disturb(path, x):
+        names, key = {entry.key for entry in path}, next(keys)
+        if not names & {"base_kernel", "kernel_projection", "successor_codebook"}:
+            return x
+        return x + jax.random.normal(key, x.shape, x.dtype) * jnp.asarray(0.3, x.dtype)
+
+    return jax.tree_util.tree_map_with_path(disturb, params)
 
 
 def tiny_eagle3_config(target: TargetConfig, **overrides) -> Eagle3Config:
@@ -116,7 +136,7 @@ def tiny_eagle3(target: Target, seed: int = 1, **overrides) -> Drafter:
     params = _init(config, seed)
     rows = jnp.arange(config.draft_vocab_size, dtype=jnp.int32)
     offsets = jnp.minimum(rows // 2, config.target_vocab_size - config.draft_vocab_size)
-    return Drafter(config, params | {"lm_head": params["lm_head"] | {"d2t": offsets}})
+    return Drafter(config, params | {"lm_head": params["lm_head"] | {"target_ids": rows + offsets}})
 
 
 def tiny_mtp(target: Target, seed: int = 1, **overrides) -> Drafter:
@@ -152,7 +172,7 @@ def with_dtype(target: Target, dtype: str) -> Target:
     """The same target with parameters and activations in another dtype."""
 
     def cast(path, x):
-        return x if path[-1].key in FLOAT32_PARAMETERS else x.astype(dtype)
+        return x if path[-1].key in FIXED_DTYPES else x.astype(dtype)
 
     params = jax.tree_util.tree_map_with_path(cast, target.params)
     return dataclasses.replace(target, config=dataclasses.replace(target.config, dtype=dtype), params=params)

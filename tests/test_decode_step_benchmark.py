@@ -15,10 +15,11 @@ def restore_switch(monkeypatch):
     monkeypatch.setattr(layers, "MATMUL", layers.MATMUL)  # the benchmark sets it
 
 
-def test_runs_and_writes_records(tmp_path, capsys):
+@pytest.mark.parametrize("shape", ["tiny", pytest.param("tiny-hybrid", marks=pytest.mark.slow)])
+def test_runs_and_writes_records(tmp_path, capsys, shape):
     path = tmp_path / "records.jsonl"
     records = decode_step.main(
-        ["--shape", "tiny", "--contexts", "20", "--methods", "autoregressive,ddtree", "--nodes", "4", "--seconds",
+        ["--shape", shape, "--contexts", "20", "--methods", "autoregressive,ddtree", "--nodes", "4", "--seconds",
          "0.01", "--matmul", "auto", "--json", str(path)]
     )  # fmt: skip
     assert [json.loads(line) for line in path.read_text().splitlines()] == records

@@ -152,8 +152,8 @@ def static_choices(config: DecodeConfig, drafter: DraftConfig) -> Choices:
     if config.tree_choices is None:
         return default_choices(config.draft_depth or drafter.depth)
     return parse_choices(
-        config.tree_choices, max_depth=config.draft_depth or drafter.max_depth,
-        max_rank=drafter.draft_vocab_size - 1, max_nodes=MAX_NODES,
+        config.tree_choices, max_depth=config.draft_depth or drafter.max_depth, max_rank=drafter.max_candidates - 1,
+        max_nodes=MAX_NODES,
     )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ def comb(depths: int, ranks: int) -> Choices:
 def comb_config(base: DecodeConfig, drafter: Drafter, ranks: int) -> DecodeConfig:
     """`base` with the comb as its tree. Raises ValueError if there are more ranks than a pass has room for."""
     depths = base.draft_depth or drafter.config.depth
-    most = min((MAX_NODES - 1) // depths, drafter.config.draft_vocab_size)
+    most = min((MAX_NODES - 1) // depths, drafter.config.max_candidates)
     if not 1 <= ranks <= most:
         raise ValueError(f"ranks must be 1..{most} with {depths} drafted tokens; found {ranks}")
     return DecodeConfig(**vars(base) | dict(method="static_tree", tree_choices=comb(depths, ranks)))

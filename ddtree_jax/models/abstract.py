@@ -50,12 +50,24 @@ def check_fits(drafter: DraftConfig, target: TargetConfig) -> None:
 
     d, t = drafter, target
     require("target_hidden_size", t.hidden_size, d.target_hidden_size, d.target_hidden_size == t.hidden_size)
-    if not getattr(d, "own_embedding", False):
-        # What a drafter takes and gives passes through the target's tables.
+    if isinstance(d, DrafterConfig):
+        # Block input or output passes through the target's embedding or head.
+        shares = not (d.own_embedding and d.own_head)
+    else:
+        shares = not getattr(d, "own_embedding", False)
+    if shares:
         require("hidden_size", t.hidden_size, d.hidden_size, d.hidden_size == t.hidden_size)
     require("target_num_layers", t.num_layers, d.target_num_layers, d.target_num_layers == t.num_layers)
     require("target_vocab_size", t.vocab_size, d.target_vocab_size, d.target_vocab_size == t.vocab_size)
     if isinstance(d, DrafterConfig):
+        convolved = d.hidden_size % d.conv_group_size == 0 or not d.conv_taps
+        require("conv_group_size", f"a divisor of hidden_size {d.hidden_size}", d.conv_group_size, convolved)
+        mapped = d.draft_vocab_size is not None
+        require("own_head", "True with draft_vocab_size", d.own_head, d.own_head or not mapped)
+        # A selector's codebooks are looked up by the target's ids, the anchor's among them.
+        require(
+            "draft_vocab_size", "none beside a candidate selector", d.draft_vocab_size, not (mapped and d.selector_rank)
+        )
         require("block_size", "2 or more", d.block_size, d.block_size >= 2)
         require("mask_token_id", f"0..{t.vocab_size - 1}", d.mask_token_id, 0 <= d.mask_token_id < t.vocab_size)
     else:

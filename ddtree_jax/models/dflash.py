@@ -13,8 +13,10 @@ import numpy as np
 
 from ddtree_jax.config import DrafterConfig
 from ddtree_jax.models.cache import KVCache, TreeKV, append_rows
-from ddtree_jax.models.layers import MLP, Linear, RMSNorm, split_heads
+from ddtree_jax.models.dynamic_conv import DynamicConv, causal_conv
+from ddtree_jax.models.layers import MLP, Linear, RMSNorm, linear, split_heads
 from ddtree_jax.models.rope import apply_rope, rope_tables
+from ddtree_jax.models.selector import CandidateSelector
 from ddtree_jax.tree import static_bits
 from pallas_kernels.tree_attention import tree_attention
 
@@ -68,16 +70,42 @@ class DraftBlock(nn.Module):
         self.self_attn = DraftAttention(c, self.causal, self.sliding_window)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps, c.jax_dtype)
         self.mlp = MLP(c.hidden_size, c.intermediate_size, c.jax_dtype)
+        if c.conv_taps:
+            self.attention_conv = DynamicConv(c.hidden_size, c.conv_taps, c.conv_group_size, c.jax_dtype)
+            self.mlp_conv = DynamicConv(c.hidden_size, c.conv_taps, c.conv_group_size, c.jax_dtype)
 
     def __call__(self, x, *attention_args):
-        x = x + self.self_attn(self.input_layernorm(x), *attention_args)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        n = self.input_layernorm(x)
+        if not self.config.conv_taps:
+            x = x + self.self_attn(n, *attention_args)
+            return x + self.mlp(self.post_attention_layernorm(x))
+        before, after = self.attention_conv.kernels(n)
+        x = x + causal_conv(self.self_attn(causal_conv(n, before), *attention_args), after)
+        n = self.post_attention_layernorm(x)
+        before, after = self.mlp_conv.kernels(n)
+        return x + causal_conv(self.mlp(causal_conv(n, before)), after)
+
+
+class VocabularyMap(nn.Module):
+    """Holds `target_ids` [V] int32: the target's id of each token that the drafter can draft."""
+
+    size: int
+
+    def setup(self):
+        self.target_ids = self.param("target_ids", lambda key: jnp.arange(self.size, dtype=jnp.int32))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return jnp.take(self.target_ids, tokens, axis=0, mode="clip")
 
 
 class DFlash(nn.Module):
     """Parameters: `fc/weight` [E, T * E_target], `hidden_norm/weight`, `layers_i/...`, `norm/weight`.
 
-    Key and value projections are one matrix (k rows first), gate and up another.
+    Key and value projections are one matrix (k rows first), gate and up another. A drafter may have tables of its own:
+    `embed/weight` [V_target, E], `lm_head/weight` [V, E] and, with fewer tokens than the target, `d2t/target_ids` [V].
+
+    DFlash 2 is the same with `DynamicConv` around attention and MLP of every layer (of the block, never of the context)
+    and a `CandidateSelector` over the candidates of each slot.
     """
 
     config: DrafterConfig
@@ -88,6 +116,14 @@ class DFlash(nn.Module):
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
         self.layers = [DraftBlock(c, a, w) for a, w in zip(c.causal, c.sliding_windows, strict=True)]
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps, dtype)
+        if c.own_embedding:
+            self.embed = Linear(c.target_vocab_size, c.hidden_size, dtype=dtype)
+        if c.own_head:
+            self.lm_head = Linear(c.vocab_size, c.hidden_size, dtype=dtype)
+        if c.draft_vocab_size is not None:
+            self.d2t = VocabularyMap(c.draft_vocab_size)
+        if c.selector_rank:
+            self.candidate_selector = CandidateSelector(c.vocab_size, c.hidden_size, c.selector_rank, dtype)
 
     def context_rows(self, features: jax.Array, positions: jax.Array) -> TreeKV:
         """Context keys and values of every layer.
@@ -128,6 +164,26 @@ class DFlash(nn.Module):
         rows = jnp.arange(features.shape[1], dtype=jnp.int32)
         return append_rows(cache, self.context_rows(features, cache.length[:, None] + rows[None, :]), count)
 
+    def embed_tokens(self, tokens: jax.Array) -> jax.Array:
+        """[...] int32, the target's ids -> [..., E], of a drafter with its own embedding."""
+        return jnp.take(self.embed.weight, tokens, axis=0, mode="clip")
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """[..., E] -> [..., V] float32, of a drafter with its own head, before `output_multiplier` and soft cap."""
+        return linear(hidden, self.lm_head.weight, out_dtype=jnp.float32)
+
+    def target_ids(self, tokens: jax.Array) -> jax.Array:
+        """The target's ids of drafted tokens [...] int32."""
+        return tokens if self.config.draft_vocab_size is None else self.d2t(tokens)
+
+    def pairs(self, hidden: jax.Array, candidates: jax.Array, anchor: jax.Array) -> jax.Array:
+        """What the selector adds for each pair of neighbouring candidates (`CandidateSelector`)."""
+        return self.candidate_selector(hidden, candidates, anchor)
+
     def _touch(self, features, count, block, cache):
         """Runs every parameter once, for `init`."""
-        return self(block, self.absorb(features, count, cache))
+        c, token = self.config, jnp.zeros((1,), jnp.int32)
+        hidden = self(block, self.absorb(features, count, cache))
+        own = (self.embed_tokens(token) if c.own_embedding else None, self.logits(hidden) if c.own_head else None)
+        pairs = self.pairs(hidden, token[None, None], token) if c.selector_rank else None
+        return hidden, own, self.target_ids(token), pairs

@@ -65,6 +65,9 @@ def split_heads(x: jax.Array, num_heads: int) -> jax.Array:
     return x.reshape(*x.shape[:-1], num_heads, -1)
 
 
+_FAN_IN = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=0)
+
+
 class Linear(nn.Module):
     """Holds `weight` [features, in_features] and, if asked, `bias` [features]."""
 
@@ -72,10 +75,10 @@ class Linear(nn.Module):
     in_features: int
     use_bias: bool = False
     dtype: jnp.dtype = jnp.bfloat16
+    init: nn.initializers.Initializer = _FAN_IN
 
     def setup(self):
-        init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=0)
-        self.weight = self.param("weight", init, (self.features, self.in_features), self.dtype)
+        self.weight = self.param("weight", self.init, (self.features, self.in_features), self.dtype)
         self.bias = self.param("bias", nn.initializers.zeros, (self.features,), self.dtype) if self.use_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -84,6 +84,10 @@ def draft_blocks(
       [b, n, B, E] after the final norm, for the target's head.
     """
     c, (b, n), slots = config, anchors.shape, config.block_size
+    if c.conv_taps or c.own_embedding:
+        raise NotImplementedError(
+            "training is of plain DFlash with the target's embedding: no convolutions, no own tables"
+        )
     length = tokens.shape[1]
     anchor_tokens = jnp.take_along_axis(tokens, anchors, axis=1)
     ids = jnp.full((b, n, slots), c.mask_token_id, jnp.int32).at[:, :, 0].set(anchor_tokens)

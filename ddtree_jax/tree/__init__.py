@@ -6,11 +6,12 @@ from ddtree_jax.tree.build import build_from_top, build_tree, top_suffices
 from ddtree_jax.tree.chain import chain_tree, root_tree
 from ddtree_jax.tree.choices import PRESETS, Choices, default_choices, parse_choices
 from ddtree_jax.tree.compact import gather_path, move_path_rows, write_rows
+from ddtree_jax.tree.conditional import conditional_chain, conditional_static_tree, conditional_tree
 from ddtree_jax.tree.draft_tree import DraftTree, ancestor_bits, num_words, static_bits, unpack_ancestors
 from ddtree_jax.tree.draw import format_tree, plot_tree
 from ddtree_jax.tree.pool import tree_from_pool
 from ddtree_jax.tree.select import sorted_largest, top_tokens
-from ddtree_jax.tree.static import fill_static_tree, static_layout, static_tree
+from ddtree_jax.tree.static import fill_layout, static_layout, static_tree
 from ddtree_jax.tree.trie import trie_tree
 
 __all__ = [
@@ -24,8 +25,11 @@ __all__ = [
     "build_from_top",
     "build_tree",
     "chain_tree",
+    "conditional_chain",
+    "conditional_static_tree",
+    "conditional_tree",
     "default_choices",
-    "fill_static_tree",
+    "fill_layout",
     "format_tree",
     "gather_path",
     "move_path_rows",

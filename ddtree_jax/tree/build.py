@@ -12,15 +12,12 @@ W prefixes kept at one depth.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ddtree_jax.tree.chain import root_tree
-from ddtree_jax.tree.draft_tree import DraftTree, place_of, tree_below_root
+from ddtree_jax.tree.draft_tree import DraftTree
+from ddtree_jax.tree.frontier import Plan, check_array, check_num_nodes, frontier_plan, roots_of, tree_of_best
 from ddtree_jax.tree.select import clean_log_probs, sorted_largest, top_tokens
 
 
@@ -43,11 +40,11 @@ def build_tree(log_probs: jax.Array, num_nodes: int, *, root_tokens: jax.Array |
     Raises:
       ValueError: N < 1, or arrays of another rank, shape or dtype.
     """
-    _check_num_nodes(num_nodes)
-    _check_array("log_probs", log_probs, 3, jnp.float32)
+    check_num_nodes(num_nodes)
+    check_array("log_probs", log_probs, 3, jnp.float32)
     batch, depths, vocab = log_probs.shape
     if num_nodes == 1:
-        return root_tree(_roots(root_tokens, batch))
+        return root_tree(roots_of(root_tokens, batch))
     # A path cannot be deeper than there are nodes to draft, nor use a token beyond rank N - 1 (Lemma 1).
     depths = min(depths, num_nodes - 1)
     token_log_prob, tokens = top_tokens(log_probs[:, :depths], min(num_nodes - 1, vocab))
@@ -80,35 +77,18 @@ def build_from_top(
     Raises:
       ValueError: N < 1, or arrays of another rank, shape or dtype.
     """
-    _check_num_nodes(num_nodes)
-    _check_array("token_log_prob", token_log_prob, 3, jnp.float32)
-    _check_array("tokens", tokens, 3, jnp.int32)
+    check_num_nodes(num_nodes)
+    check_array("token_log_prob", token_log_prob, 3, jnp.float32)
+    check_array("tokens", tokens, 3, jnp.int32)
     if tokens.shape != token_log_prob.shape:
         raise ValueError(f"tokens {tokens.shape} and token_log_prob {token_log_prob.shape} must have one shape")
     batch, depths, ranks = tokens.shape
-    roots = _roots(root_tokens, batch)
+    roots = roots_of(root_tokens, batch)
     if num_nodes == 1:
         return root_tree(roots)
-    plan = _plan(num_nodes, depths, ranks)
+    plan = frontier_plan(num_nodes, depths, ranks)
     weights, pairs = _frontiers(clean_log_probs(token_log_prob), plan)  # [B, sum of W]
-
-    count = min(num_nodes - 1, weights.shape[1])
-    log_prob, chosen = sorted_largest(weights, count)  # `weights` has shallower depths first: so do ties
-    live = log_prob > -jnp.inf
-    pair = jnp.take_along_axis(pairs, chosen, axis=1, mode="clip")  # [B, count]
-    # A node's parent is the chosen prefix with its parent's number. It is always there: it is at least as probable
-    # and comes earlier.
-    flat_tokens = tokens.reshape(batch, depths * ranks)
-    return tree_below_root(
-        roots,
-        jnp.take_along_axis(flat_tokens, jnp.asarray(plan.pair_token)[pair], axis=1, mode="clip"),
-        place_of(jnp.asarray(plan.pair_parent)[pair], chosen),
-        jnp.asarray(plan.pair_depth)[pair],
-        log_prob,
-        live,
-        num_nodes=num_nodes,
-        max_depth=len(plan.widths),
-    )
+    return tree_of_best(plan, weights, pairs, tokens, roots)
 
 
 def top_suffices(tree: DraftTree, token_log_prob: jax.Array) -> jax.Array:
@@ -134,49 +114,7 @@ def top_suffices(tree: DraftTree, token_log_prob: jax.Array) -> jax.Array:
     return (best_missed < tree.log_prob[:, -1]) | jnp.isneginf(best_missed)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """Everything about a build that depends on shapes only; a "pair" is (prefix kept one depth above, token rank).
-
-    Pairs are numbered through all depths, and so are kept prefixes ("prefix numbers", in order of depth).
-    """
-
-    widths: tuple[int, ...]  # prefixes kept per depth
-    prefix: tuple[np.ndarray, ...]  # per depth: the pair's prefix, as a position within the depth above
-    rank: tuple[np.ndarray, ...]  # per depth: the pair's token rank
-    pair_parent: np.ndarray  # pair -> prefix number of its prefix, -1 for the root
-    pair_token: np.ndarray  # pair -> its token's place in the flattened [L * R]
-    pair_depth: np.ndarray  # pair -> depth of the node it makes
-
-
-@functools.lru_cache(maxsize=64)
-def _plan(num_nodes: int, depths: int, ranks: int) -> _Plan:
-    widths, prefixes, token_ranks = [], [], []
-    parents, flat_tokens, pair_depths = [], [], []
-    above, above_start = 1, -1  # depth 0 holds the root alone; its "prefix number" is -1
-    for depth in range(1, min(depths, num_nodes - 1) + 1):
-        room = num_nodes - depth
-        product = np.outer(np.arange(1, above + 1), np.arange(1, ranks + 1))
-        # Row-major order, which is what makes ties go to the earlier prefix, then to the better token.
-        prefix, rank = (a.astype(np.int32) for a in np.nonzero(product <= room))
-        prefixes.append(prefix)
-        token_ranks.append(rank)
-        parents.append(above_start + prefix)
-        flat_tokens.append((depth - 1) * ranks + rank)
-        pair_depths.append(np.full_like(prefix, depth))
-        above, above_start = min(room, prefix.size), above_start + above
-        widths.append(above)
-    return _Plan(
-        widths=tuple(widths),
-        prefix=tuple(prefixes),
-        rank=tuple(token_ranks),
-        pair_parent=np.concatenate(parents).astype(np.int32),
-        pair_token=np.concatenate(flat_tokens).astype(np.int32),
-        pair_depth=np.concatenate(pair_depths).astype(np.int32),
-    )
-
-
-def _frontiers(token_log_prob: jax.Array, plan: _Plan) -> tuple[jax.Array, jax.Array]:
+def _frontiers(token_log_prob: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
     """The kept prefixes of all depths, shallow first: log probability and pair number, each [B, sum of W]."""
     batch = token_log_prob.shape[0]
     weights = jnp.zeros((batch, 1), jnp.float32)
@@ -189,24 +127,3 @@ def _frontiers(token_log_prob: jax.Array, plan: _Plan) -> tuple[jax.Array, jax.A
         all_pairs.append(kept + first_pair)
         first_pair += plan.prefix[depth].size
     return jnp.concatenate(all_weights, axis=1), jnp.concatenate(all_pairs, axis=1)
-
-
-def _check_num_nodes(num_nodes: int) -> None:
-    if num_nodes < 1:
-        raise ValueError(f"num_nodes counts the root and must be at least 1, got {num_nodes}")
-
-
-def _check_array(name: str, array: jax.Array, rank: int, dtype: jnp.dtype) -> None:
-    if array.ndim != rank or 0 in array.shape[1:]:
-        raise ValueError(f"{name} must have rank {rank} and no empty axis, got shape {array.shape}")
-    if array.dtype != dtype:
-        raise ValueError(f"{name} must be {jnp.dtype(dtype).name}, got {array.dtype}")
-
-
-def _roots(root_tokens: jax.Array | None, batch: int) -> jax.Array:
-    if root_tokens is None:
-        return jnp.zeros((batch,), jnp.int32)
-    _check_array("root_tokens", root_tokens, 1, jnp.int32)
-    if root_tokens.shape != (batch,):
-        raise ValueError(f"root_tokens must have shape ({batch},), got {root_tokens.shape}")
-    return root_tokens

@@ -78,21 +78,19 @@ def static_tree(token_log_prob: jax.Array, tokens: jax.Array, choices: Choices, 
     if tokens.shape[1] < need[0] or tokens.shape[2] < need[1]:
         raise ValueError(f"a tree {need[0]} deep and {need[1]} ranks wide does not fit tokens {tokens.shape}")
     where = (layout.depth[1:] - 1, layout.rank[1:])
-    return fill_static_tree(token_log_prob[:, *where], tokens[:, *where], choices, root_tokens)
+    return fill_layout(layout, token_log_prob[:, *where], tokens[:, *where], root_tokens)
 
 
-def fill_static_tree(log_prob: jax.Array, tokens: jax.Array, choices: Choices, root_tokens: jax.Array) -> DraftTree:
-    """A static tree of given tokens.
+def fill_layout(layout: StaticLayout, own: jax.Array, tokens: jax.Array, root_tokens: jax.Array) -> DraftTree:
+    """The tree of a layout from what each drafted node holds.
 
     Args:
-      log_prob: [B, N - 1] float32, of each node's own token given its parent's path; NaN counts as -inf.
-      tokens: [B, N - 1] int32, in the order of the choices.
-      choices: in level order (static).
-      root_tokens: [B] int32, the token committed last.
+      own: [B, N - 1] float32, log probability of each node given its parent; NaN counts as -inf.
+      tokens: [B, N - 1] int32.
+      root_tokens: [B] int32.
     """
-    layout, batch = static_layout(choices), tokens.shape[0]
-    own = jnp.where(jnp.isnan(log_prob), -jnp.inf, log_prob)
-    own = jnp.concatenate([jnp.zeros((batch, 1), jnp.float32), own], axis=1)
+    batch = tokens.shape[0]
+    own = jnp.concatenate([jnp.zeros((batch, 1), jnp.float32), jnp.where(jnp.isnan(own), -jnp.inf, own)], axis=1)
     return DraftTree(
         tokens=jnp.concatenate([root_tokens[:, None], tokens], axis=1),
         parent=in_every_slot(layout.parent, batch),

@@ -36,8 +36,8 @@ def streaming_matmul(
       x: float32, float16 or bfloat16. M is the product of its leading axes.
       weight: in Hugging Face's layout, of x's dtype.
       out_dtype: of the result; default x's.
-      implementation: "xla", "mosaic_gpu", or None to choose: "mosaic_gpu" on a Hopper GPU where it can and was not
-        measured slower, else "xla". The GPU kernel takes float16 and bfloat16, 1 <= M <= 256, and O and E that are
+      implementation: "xla", "mosaic_gpu", or None to choose: "mosaic_gpu" on a Hopper GPU where it was measured to
+        be faster, else "xla". The GPU kernel takes float16 and bfloat16, 1 <= M <= 256, and O and E that are
         multiples of 64.
       early_weights: lets the kernel read the weight before the GPU has finished the operation before this one. Only
         for weights that no recent operation computes, such as the parameters of a model.
@@ -81,7 +81,7 @@ def _product(x, weight, panels, out_dtype, implementation, early_weights, config
     if implementation == "mosaic_gpu" and obstacle is not None:
         raise NotImplementedError(f"mosaic_gpu cannot do {obstacle}")
     if implementation is None:
-        usable = obstacle is None and choice.on_hopper() and not configs.xla_is_faster(shape)
+        usable = obstacle is None and choice.on_hopper() and configs.measured_faster(shape)
         implementation = "mosaic_gpu" if usable else "xla"
     rows = x.reshape(shape.rows, inputs)
     if implementation == "xla":

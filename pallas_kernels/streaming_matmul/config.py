@@ -210,9 +210,9 @@ def _key(shape: Shape) -> tuple[int, int, int, int]:
     return shape.features, shape.inputs, shape.panels, rows
 
 
-def xla_is_faster(shape: Shape) -> bool:
-    """Whether measurements say so; without any the kernel is taken to be faster."""
-    return MEASURED.get(_key(shape), ...) is None
+def measured_faster(shape: Shape) -> bool:
+    """Whether the kernel was measured to be faster than XLA; a whole step with unmeasured sizes was not."""
+    return MEASURED.get(_key(shape)) is not None
 
 
 @functools.lru_cache

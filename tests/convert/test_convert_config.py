@@ -5,7 +5,8 @@ import json
 import pytest
 import synthetic_checkpoints as synthetic
 
-from convert.drafter_config import attention_kinds, drafter_config
+from convert.drafter_config import drafter_config
+from convert.drafter_formats import attention_kinds
 from convert.errors import ConversionError, ConversionWarning
 from convert.fields import Fields
 from convert.hf_config import sliding_windows, target_config

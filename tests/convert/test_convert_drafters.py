@@ -68,6 +68,17 @@ def published(**changes) -> DrafterConfig:
     return DrafterConfig(**values | changes)
 
 
+def published_names(layers: int) -> list[str]:
+    """As listed in the headers of the published files, in the order of a forward pass."""
+    layer = (
+        "input_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.q_norm",
+        "self_attn.k_norm", "self_attn.o_proj", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj",
+        "mlp.down_proj",
+    )  # fmt: skip
+    inside = [f"layers.{i}.{name}.weight" for i in range(layers) for name in layer]
+    return ["fc.weight", "hidden_norm.weight", *inside, "norm.weight"]
+
+
 @pytest.mark.parametrize(
     ("config", "tensors", "size"),
     [
@@ -81,12 +92,21 @@ def published(**changes) -> DrafterConfig:
             ),
             69, 634_425_856,
         ),
+        (
+            # Qwen3-Coder-30B-A3B-DFlash.
+            published(
+                hidden_size=2048, target_hidden_size=2048, intermediate_size=6144, num_layers=8, num_kv_heads=4,
+                target_layer_ids=(1, 12, 23, 34, 45), causal=(False,) * 8, sliding_windows=(None,) * 8,
+            ),
+            91, 473_995_264,
+        ),
     ],
 )  # fmt: skip
 def test_published_counts(config, tensors, size):
     table = parameters(config)
     assert sum(len(p.sources) for p in table) == tensors
     assert sum(p.size for p in table) == size
+    assert [name for p in table for name, _ in p.sources] == published_names(config.num_layers)
     leaves = jax.tree.leaves_with_path(abstract_params(config))
     assert {p.path: p.shape for p in table} == {"/".join(k.key for k in path): leaf.shape for path, leaf in leaves}
 
@@ -124,10 +144,14 @@ INNER = {"mask_token_id": 39, "target_layer_ids": [0, 1]}
         ({"vocab_size": 41}, "target_vocab_size", "40", "41"),
         ({"num_target_layers": 3}, "target_num_layers", "2", "3"),
         # Other formats and variants.
-        ({"speculators_model_type": "dflash"}, "format", "z-lab", "the speculators format (speculators_model_type)"),
-        ({"transformer_layer_config": {"x": 1}}, "format", "z-lab", "the speculators format"),
-        ({"open_spec_config_version": "0.0.0"}, "format", "z-lab", "the speculators format"),
-        ({"architectures": ["DFlash2DraftModel"]}, "architectures", "DFlashDraftModel", "DFlash2DraftModel"),
+        (
+            {"speculators_model_type": "dflash"},
+            "format",
+            "one format",
+            "speculators_model_type (speculators) and dflash_",
+        ),
+        ({"open_spec_config_version": "0.0.0"}, "format", "one format", "(Open Spec) and dflash_config (z-lab)"),
+        ({"architectures": ["DFlash3DraftModel"]}, "architectures", "DFlash2DraftModel", "DFlash3DraftModel"),
         ({"architectures": None}, "architectures", "DFlashDraftModel", "[]"),
         ({"dflash_config": INNER | {"projector_type": "domino"}}, "projector_type", "nothing", "'domino'"),
         ({"dflash_config": INNER | {"selector_rank": 256}}, "selector_rank", "nothing", "256"),
@@ -200,6 +224,11 @@ WAYS = [
     {"causal": (True, False), "sliding_windows": (8, None), "embedding_scale": 2.0},
     {"causal": (True, True)},
     {"sample_from_anchor": True},
+    {"sample_from_anchor": True, "own_embedding": True, "own_head": True},
+    {"own_embedding": True},
+    {"conv_taps": 2, "conv_group_size": 4, "selector_rank": 3, "selector_top_k": 5, "causal": (False, False)},
+    {"conv_taps": 3, "conv_group_size": 8},
+    {"selector_rank": 3},
     {"rope": RopeConfig(theta=7.0, kind="linear", factor=2.0)},
     {"rope": RopeConfig(theta=7.0, kind="yarn", factor=4.0, original_max_position=64, truncate=False, mscale=1.0)},
     {"rope": RopeConfig(theta=7.0, kind="llama3", factor=4.0, original_max_position=64)},
@@ -243,6 +272,9 @@ def test_export_refusals(tmp_path):
     with pytest.raises(ValueError, match=r"sliding_windows: expected one size.*, found \[4, 8\]"):
         export_drafter(windows, {}, tmp_path / "x")
     plain = dataclasses.replace(config, causal=(False, False))
+    reduced = dataclasses.replace(plain, own_head=True, draft_vocab_size=100)
+    with pytest.raises(ValueError, match=r"draft_vocab_size: expected none .*, found 100"):
+        export_drafter(reduced, {}, tmp_path / "x")
     with pytest.raises(ValueError, match=r"params: fc/weight: expected an array of shape .*, found none"):
         export_drafter(plain, {}, tmp_path / "x")
     with pytest.raises(ValueError, match=r"fc/weight: shape: expected .*, found \(3,\)"):
@@ -251,3 +283,28 @@ def test_export_refusals(tmp_path):
     with pytest.raises(ValueError, match=re.escape("taken: already exists")):
         export_drafter(plain, {}, tmp_path / "taken")
     assert [p.name for p in tmp_path.iterdir()] == ["taken"]
+
+
+def test_published_tables_of_a_reduced_vocabulary():
+    """A speculators drafter for Qwen3.5-4B with 24576 tokens of its own."""
+    config = published(own_embedding=True, own_head=True, draft_vocab_size=24576, target_vocab_size=248320)
+    shapes = {name: shape for p in parameters(config) for name, shape in p.sources}
+    assert shapes["embed_tokens.weight"] == (248320, 2560)
+    assert shapes["lm_head.weight"] == (24576, 2560)
+    assert shapes["d2t"] == (24576,)
+    assert shapes.keys() - {"embed_tokens.weight", "lm_head.weight", "d2t"} == set(published_names(5))
+    leaves = jax.tree.leaves_with_path(abstract_params(config))
+    assert {p.path: p.shape for p in parameters(config)} == {"/".join(k.key for k in p): x.shape for p, x in leaves}
+
+
+def test_published_biases():
+    """gpt-oss-20b-DFlash: biases on all four projections, 15 tensors a layer."""
+    config = published(
+        hidden_size=2880, target_hidden_size=2880, intermediate_size=7680, num_layers=8, num_heads=64, head_dim=64,
+        attention_bias=True, causal=(False,) * 8, sliding_windows=(None,) * 8, block_size=8, mask_token_id=200000,
+        rope=RopeConfig(theta=150000.0, kind="yarn", factor=32.0, original_max_position=4096),
+    )  # fmt: skip
+    names = {name for p in parameters(config) for name, _ in p.sources}
+    biases = {f"layers.{i}.self_attn.{p}_proj.bias" for i in range(8) for p in "qkvo"}
+    assert names == set(published_names(8)) | biases
+    assert len(names) == 123

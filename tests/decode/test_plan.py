@@ -166,6 +166,43 @@ def test_the_default_static_tree_ends_at_the_drafters_depth():
     assert deep == PRESETS["eagle-1"] and cut == tuple(c for c in deep if len(c) <= 3)
 
 
+@pytest.mark.parametrize(
+    "drafter,most",
+    [
+        (dict(own_head=True, draft_vocab_size=5), 4),
+        (dict(selector_rank=4, selector_top_k=3), 2),
+        (dict(selector_rank=4, selector_top_k=100), 60),
+        (dict(), 60),
+    ],
+)
+def test_ranks_end_with_the_drafters_candidates(drafter, most):
+    config = testing.tiny_drafter_config(TARGET, **drafter)
+    for rank in (most, most + 1):
+        settings = dt.DecodeConfig(method="static_tree", tree_choices=((0,), (rank,)))
+        if rank == most:
+            make_plan(settings, TARGET, config, [3])
+        else:
+            with pytest.raises(ValueError, match=f"rank {rank} of at most {most}"):
+                make_plan(settings, TARGET, config, [3])
+
+
+@pytest.mark.parametrize(
+    "drafter,message",
+    [
+        (dict(hidden_size=64, own_head=True), "hidden_size: expected 32, found 64"),
+        (dict(conv_taps=2, conv_group_size=5), "conv_group_size: expected a divisor of hidden_size 32, found 5"),
+        (
+            dict(own_head=True, draft_vocab_size=9, selector_rank=4),
+            "draft_vocab_size: expected none beside a candidate selector, found 9",
+        ),
+        (dict(draft_vocab_size=9), "own_head: expected True with draft_vocab_size, found False"),
+    ],
+)
+def test_drafters_that_do_not_fit(drafter, message):
+    with pytest.raises(ValueError, match=f"the drafter does not fit the target: {message}"):
+        make_plan(dt.DecodeConfig(), TARGET, testing.tiny_drafter_config(TARGET, **drafter), [3])
+
+
 def test_nothing_compiles_before_an_error(monkeypatch):
     target = testing.tiny_target()
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda *a, **k: pytest.fail("compiled"))

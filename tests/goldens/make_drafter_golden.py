@@ -1,5 +1,7 @@
 """Writes tiny random DFlash drafters and an independent float32 evaluation of them (arXiv 2602.06036), in numpy only.
 
+One of them is a DFlash 2 (inco.ai, August 2026): dynamic convolutions in every layer and a candidate selector.
+
 Nothing here knows of a cache: every layer projects the whole context and the whole block again, and the attention mask
 is built from absolute positions. Nothing is imported from the package under test. Each drafter becomes a folder
 
@@ -9,6 +11,7 @@ is built from absolute positions. Nothing is imported from the package under tes
 All of them belong to the golden target "qwen3" (run make_model_goldens.py first), whose embedding and head they use.
 """
 
+import itertools
 import json
 import pathlib
 
@@ -87,6 +90,17 @@ def drafters(target: dict) -> dict[str, dict]:
                 "sliding_window": 8, "use_sliding_window": True, **new_rope,
             },
         ),
+        "second": config_json(
+            target, layers=2, taps=[0, 2],
+            dflash={
+                "block_size": 6, "projector_type": "dflash2", "conv_kernel_size": 2, "conv_group_size": 4,
+                "selector_rank": 5, "selector_top_k": 7, "output_multiplier": 0.5, "final_logit_softcapping": 3.0,
+            },
+            top={
+                "architectures": ["DFlash2DraftModel"], "is_causal": False, "layer_types": 2 * ["sliding_attention"],
+                "sliding_window": 8, "use_sliding_window": True, **new_rope,
+            },
+        ),
     }  # fmt: skip
 
 
@@ -116,6 +130,21 @@ def random_weights(config: dict, target: dict, rng: np.random.Generator) -> dict
             weights[f"{attention}{name}.weight"] = matrix(*shape)
             if config["attention_bias"]:
                 weights[f"{attention}{name}.bias"] = (0.3 * rng.standard_normal(shape[0])).astype(F32)
+    dflash = config["dflash_config"]
+    if dflash.get("conv_kernel_size"):
+        taps, groups = dflash["conv_kernel_size"], hidden // dflash["conv_group_size"]
+        for i, name in itertools.product(range(config["num_hidden_layers"]), ("attention_conv", "mlp_conv")):
+            base = np.zeros((2, taps, hidden))
+            base[:, 0] = 1
+            base += 0.3 * rng.standard_normal(base.shape)
+            weights[f"layers.{i}.{name}.base_kernel"] = base.astype(F32)
+            weights[f"layers.{i}.{name}.kernel_projection.weight"] = matrix(2 * taps * groups, hidden, 0.5)
+        rank = dflash["selector_rank"]
+        for name in ("predecessor_codebook", "successor_codebook"):
+            weights[f"candidate_selector.{name}"] = (0.6 * rng.standard_normal((config["vocab_size"], rank))).astype(
+                F32
+            )
+        weights["candidate_selector.hidden_projection.weight"] = matrix(rank, hidden)
     return weights
 
 
@@ -144,6 +173,29 @@ def visible(config: dict, layer: int, start: int, slots: int) -> np.ndarray:
     return seen
 
 
+def convolutions(config: dict, w: dict, name: str, n: np.ndarray):
+    """The two convolutions around a sublayer, as functions of [S, E], their coefficients predicted from its input n."""
+    dflash = config["dflash_config"]
+    taps = dflash.get("conv_kernel_size", 0)
+    if not taps:
+        return (lambda x: x,) * 2
+    slots, size = n.shape
+    base = w[f"{name}.base_kernel"]
+    predicted = (n @ w[f"{name}.kernel_projection.weight"].T).reshape(slots, 2, taps, -1)
+
+    def of(side):
+        def apply(x):
+            y = np.zeros_like(x)
+            for i, t, c in itertools.product(range(slots), range(taps), range(size)):
+                if i >= t:  # nothing stands before the block
+                    y[i, c] += (base[side, t, c] + predicted[i, side, t, c // dflash["conv_group_size"]]) * x[i - t, c]
+            return y
+
+        return apply
+
+    return of(0), of(1)
+
+
 def draft(config: dict, w: dict, features: np.ndarray, block: np.ndarray) -> np.ndarray:
     """One pass for one slot: features [start, T * E] before the anchor, embeddings [S, E] -> hidden [S, E]."""
     start, slots = len(features), len(block)
@@ -165,6 +217,8 @@ def draft(config: dict, w: dict, features: np.ndarray, block: np.ndarray) -> np.
             return y.reshape(len(y), -1, head_dim).swapaxes(0, 1)
 
         h = rms_norm(x, w[prefix + "input_layernorm.weight"], eps)
+        before, after = convolutions(config, w, prefix + "attention_conv", h)
+        h = before(h)
         # The context enters as it is; only the block goes through the layer's input norm.
         rows = np.concatenate([context, h])
         q = rms_norm(heads(project("q_proj", h)), w[prefix + "self_attn.q_norm.weight"], eps)
@@ -176,11 +230,13 @@ def draft(config: dict, w: dict, features: np.ndarray, block: np.ndarray) -> np.
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         attended = (weights @ np.repeat(v, group, axis=0)).swapaxes(0, 1).reshape(slots, -1)
-        x = x + project("o_proj", attended)
+        x = x + after(project("o_proj", attended))
 
         n = rms_norm(x, w[prefix + "post_attention_layernorm.weight"], eps)
+        before, after = convolutions(config, w, prefix + "mlp_conv", n)
+        n = before(n)
         gate, up = n @ w[prefix + "mlp.gate_proj.weight"].T, n @ w[prefix + "mlp.up_proj.weight"].T
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ w[prefix + "mlp.down_proj.weight"].T
+        x = x + after((gate / (1 + np.exp(-gate)) * up) @ w[prefix + "mlp.down_proj.weight"].T)
     return rms_norm(x, w["norm.weight"], eps)
 
 
@@ -189,7 +245,8 @@ def golden_arrays(config: dict, weights: dict, target: dict, rng: np.random.Gene
 
     features [2, 30, T * E]; lengths [2 slots, 2 blocks]: context tokens before each block; anchors [2, 2];
     hidden [2, 2, S, E] after the final norm; logits [2, 2, S, V];
-    log_probs [2, 2, L, V]: of the tokens at depths 1..L after the anchor.
+    log_probs [2, 2, L, V]: of the tokens at depths 1..L after the anchor. With a selector also
+    candidates, scores, walk: see `selected`.
     """
     dflash = config["dflash_config"]
     size = dflash.get("block_size") or config["block_size"]
@@ -210,10 +267,41 @@ def golden_arrays(config: dict, weights: dict, target: dict, rng: np.random.Gene
     drafted = logits if config.get("sample_from_anchor") else logits[:, :, 1:]
     wide = drafted.astype(np.float64)
     log_probs = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
-    return dict(
+    arrays = dict(
         features=features, lengths=lengths, anchors=anchors, hidden=hidden, logits=logits,
         log_probs=log_probs.astype(F32),
     )  # fmt: skip
+    if dflash.get("selector_rank"):
+        arrays |= selected(config, weights, hidden[:, :, 1:], drafted, anchors)
+    return arrays
+
+
+def selected(config: dict, w: dict, hidden: np.ndarray, logits: np.ndarray, anchors: np.ndarray) -> dict:
+    """What the candidate selector makes of two slots' two blocks.
+
+    candidates [2, 2, L, K], best first; scores [2, 2, L, K, K] of a candidate (last axis) after a candidate of the
+    depth before, at the first depth after the anchor; walk [2, 2, L]: the token of the highest score after the token
+    just picked.
+    """
+    before, after = w["candidate_selector.predecessor_codebook"], w["candidate_selector.successor_codebook"]
+    projection = w["candidate_selector.hidden_projection.weight"]
+    count = config["dflash_config"]["selector_top_k"]
+    candidates = np.argsort(-logits, axis=-1)[..., :count]
+    scores = np.empty((*candidates.shape, count), F32)
+    walk = np.empty(candidates.shape[:-1], int)
+    for slot, j in np.ndindex(2, 2):
+        picked = anchors[slot, j]
+        for depth, (own, h, z) in enumerate(zip(candidates[slot, j], hidden[slot, j], logits[slot, j], strict=True)):
+            h = projection @ h
+
+            def score(p, h=h, own=own, z=z):
+                return np.array([z[c] + np.sum(before[p] * h * after[c]) for c in own], F32)
+
+            above = candidates[slot, j, depth - 1] if depth else [anchors[slot, j]] * count
+            scores[slot, j, depth] = [score(p) for p in above]
+            picked = own[np.argmax(score(picked))]
+            walk[slot, j, depth] = picked
+    return dict(candidates=candidates, scores=scores, walk=walk)
 
 
 def main() -> None:

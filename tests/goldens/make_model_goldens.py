@@ -111,7 +111,10 @@ def models() -> dict[str, transformers.PreTrainedModel]:
         # Every layer has experts, and a shared one that every token passes.
         "qwen3_5_moe": t.Qwen3_5MoeForCausalLM(
             t.Qwen3_5MoeTextConfig(
-                num_experts=8, num_experts_per_tok=3, moe_intermediate_size=12, shared_expert_intermediate_size=20,
+                num_experts=8,
+                num_experts_per_tok=3,
+                moe_intermediate_size=12,
+                shared_expert_intermediate_size=20,
                 **{k: v for k, v in HYBRID.items() if k not in ("intermediate_size", "rope_parameters")},
                 rope_parameters=PARTIAL | dict(mrope_section=[2, 1, 1], mrope_interleaved=True),
             )

@@ -101,7 +101,7 @@ def test_measurements_overrule_the_model(monkeypatch):
     for rows in (10, 17, 64, 65, 128):
         streaming_matmul(jnp.zeros((rows, 1024), jnp.bfloat16), jnp.zeros((640, 1024), jnp.bfloat16))
     choose.cache_clear()
-    assert len(used) == 3 and used[0] != measured and used[1:] == [measured, measured]
+    assert used == [measured, measured]  # where nothing was measured, XLA
 
 
 @pytest.mark.parametrize("rows", [1, 64, 100, 128, 256])

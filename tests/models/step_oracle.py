@@ -54,7 +54,7 @@ class Eagle3Oracle:
         return self.w("lm_head", "weight") @ self.norm(h, "norm")
 
     def token(self, row):
-        return int(row + self.w("lm_head", "d2t")[row])
+        return int(self.w("lm_head", "target_ids")[row])
 
     def keys_values(self, rows):
         """Of a sequence of (token, context) from position 0 on: [R, K, D] each."""

@@ -94,6 +94,7 @@ def test_goldens_cover_the_variants():
     assert configs["scaled"].embedding_scale == 1.7
     assert configs["from_anchor"].causal == (False, False)
     assert configs["from_anchor"].depth == configs["from_anchor"].block_size == 5
+    assert (configs["second"].conv_taps, configs["second"].selector_rank, configs["second"].selector_top_k) == (2, 5, 7)
 
 
 def test_incremental_context_equals_full_recomputation(case):

@@ -10,7 +10,6 @@ from ddtree_jax.models import layers
 from ddtree_jax.models.abstract import abstract_params
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
-from pallas_kernels import choice
 
 
 @pytest.fixture
@@ -43,9 +42,8 @@ def test_a_kernel_asked_for_by_name_refuses_what_it_cannot_do(models, monkeypatc
         models()
 
 
-def test_every_linear_layer_of_a_decoder_uses_the_kernel_on_hopper(monkeypatch):
-    monkeypatch.setattr(layers, "MATMUL", None)
-    monkeypatch.setattr(choice, "on_hopper", lambda: True)
+def test_every_linear_layer_of_a_decoder_uses_the_kernel_if_asked(monkeypatch):
+    monkeypatch.setattr(layers, "MATMUL", "mosaic_gpu")
     c = testing.tiny_target_config(
         hidden_size=256, intermediate_size=512, num_layers=1, sliding_windows=(None,), num_heads=4, num_kv_heads=4,
         head_dim=64, vocab_size=320, dtype="bfloat16",

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ddtree_jax.tree import Choices, DraftTree, fill_static_tree, sorted_largest, static_layout, tree_from_pool
+from ddtree_jax.tree import Choices, DraftTree, fill_layout, sorted_largest, static_layout, tree_from_pool
 
 # (state, tokens [B, W], parents [B, W]: places in the step before, ranks r) -> the r best children of each node: log
 # probabilities and tokens [B, W, r], best first, and the next state. The first step's only node is the root.
@@ -59,9 +59,7 @@ class StaticGrowth:
             tokens.append(drafted)
             further = np.isin(children, layout.parent)
             inner, below, places = children[further], drafted[:, further], slots[further].astype(np.int32)
-        return fill_static_tree(
-            jnp.concatenate(log_prob, axis=1), jnp.concatenate(tokens, axis=1), self.choices, root
-        )  # fmt: skip
+        return fill_layout(layout, jnp.concatenate(log_prob, axis=1), jnp.concatenate(tokens, axis=1), root)
 
 
 @dataclasses.dataclass(frozen=True)

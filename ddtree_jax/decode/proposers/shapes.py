@@ -1,6 +1,8 @@
-"""Which tree is built from a drafter's distributions, one a depth. Shared by all drafters that give such marginals.
+"""Which tree is built from a drafter's distributions, one a depth or one a depth and predecessor.
 
-Shape letters: B slots, N nodes, L draft depth, V vocabulary.
+Shared by all drafters that give such marginals or conditionals.
+
+Shape letters: B slots, N nodes, L draft depth, V vocabulary, K candidates.
 """
 
 import dataclasses
@@ -9,7 +11,18 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from ddtree_jax.tree import Choices, DraftTree, build_tree, chain_tree, static_layout, static_tree, top_tokens
+from ddtree_jax.tree import (
+    Choices,
+    DraftTree,
+    build_tree,
+    chain_tree,
+    conditional_chain,
+    conditional_static_tree,
+    conditional_tree,
+    static_layout,
+    static_tree,
+    top_tokens,
+)
 
 
 class Shape(Protocol):
@@ -21,6 +34,9 @@ class Shape(Protocol):
     def build(self, log_probs: jax.Array, root: jax.Array) -> DraftTree:
         """The tree below `root` [B] from log_probs [B, L, V] float32, L = depths(...)."""
 
+    def build_conditional(self, tokens: jax.Array, log_conditional: jax.Array, root: jax.Array) -> DraftTree:
+        """The tree from candidates [B, L, K] int32 and their conditionals [B, L, K, K] (`conditional_tree`)."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
@@ -31,6 +47,9 @@ class Chain:
 
     def build(self, log_probs: jax.Array, root: jax.Array) -> DraftTree:
         return chain_tree(jnp.argmax(log_probs, axis=-1).astype(jnp.int32), jnp.max(log_probs, axis=-1), root)
+
+    def build_conditional(self, tokens: jax.Array, log_conditional: jax.Array, root: jax.Array) -> DraftTree:
+        return conditional_chain(tokens, log_conditional, root)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +64,9 @@ class MostProbable:
     def build(self, log_probs: jax.Array, root: jax.Array) -> DraftTree:
         return build_tree(log_probs, self.num_nodes, root_tokens=root)
 
+    def build_conditional(self, tokens: jax.Array, log_conditional: jax.Array, root: jax.Array) -> DraftTree:
+        return conditional_tree(tokens, log_conditional, self.num_nodes, root)
+
 
 @dataclasses.dataclass(frozen=True)
 class Static:
@@ -58,3 +80,6 @@ class Static:
     def build(self, log_probs: jax.Array, root: jax.Array) -> DraftTree:
         # One selection as wide as the widest depth: launching another costs more than ranks that nobody reads.
         return static_tree(*top_tokens(log_probs, max(static_layout(self.choices).widths)), self.choices, root)
+
+    def build_conditional(self, tokens: jax.Array, log_conditional: jax.Array, root: jax.Array) -> DraftTree:
+        return conditional_static_tree(tokens, log_conditional, self.choices, root)
