@@ -51,7 +51,7 @@ class SafetensorsSource:
             self._check_index(index, listed)
 
     def read(self, name: str, *, whole: bool = False) -> np.ndarray:
-        """A read-only view of the mapped file; unmapped when the array goes."""
+        """A read-only view of the mapped file; unmapped when the array goes. `whole`: ids or booleans, not weights."""
         info, (offset, _) = self.tensors[name], self._offsets[name]
         known = _WHOLE if whole else _DTYPES
         if info.dtype not in known:

@@ -10,6 +10,25 @@ import jax
 import jax.numpy as jnp
 
 from ddtree_jax.decode.proposers import Shape
+from ddtree_jax.models.selector import log_conditionals
+from ddtree_jax.tree import top_tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Conditional:
+    """`shape` over the best candidates of each depth, each more or less probable after each of the depth before."""
+
+    shape: Shape
+    candidates: int
+
+    def depths(self, drafted):
+        return self.shape.depths(drafted)
+
+    def build(self, log_probs, root):
+        values, tokens = top_tokens(log_probs, self.candidates)
+        pairs = 0.3 * jax.random.normal(jax.random.key(3), (*tokens.shape[1:], self.candidates), jnp.float32)
+        pairs = jnp.broadcast_to(pairs[None], (tokens.shape[0], *pairs.shape))
+        return self.shape.build_conditional(tokens, log_conditionals(values, pairs), root)
 
 
 @dataclasses.dataclass(frozen=True)

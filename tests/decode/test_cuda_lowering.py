@@ -16,14 +16,14 @@ from pallas_kernels import choice
 DELTA = DeltaConfig(num_key_heads=1, num_value_heads=2, key_head_dim=128, value_head_dim=128)
 
 
-def lowered(monkeypatch, method, num_nodes, num_layers, **overrides) -> str:
+def lowered(monkeypatch, method, num_nodes, num_layers, drafter=(), **overrides) -> str:
     shape = dict(num_heads=6, num_kv_heads=2, head_dim=64, dtype="bfloat16")
     target = testing.tiny_target(num_layers=num_layers, sliding_windows=(None,) * num_layers, **shape | overrides)
     drafter = testing.tiny_drafter(
         target, num_heads=6, num_kv_heads=2, head_dim=64, num_layers=1, causal=(False,), sliding_windows=(None,),
-        target_layer_ids=(0,), block_size=4,
+        target_layer_ids=(0,), block_size=4, **dict(drafter),
     )  # fmt: skip
-    config = dt.DecodeConfig(method="ddtree", num_nodes=num_nodes, max_new_tokens=16, temperature=1.0)
+    config = dt.DecodeConfig(method=method, num_nodes=num_nodes, max_new_tokens=16, temperature=1.0)
     plan = make_plan(config, target.config, drafter.config, [3])
     args = inputs(target, drafter, plan, [[1, 2, 3]], 0, 1.0)
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), args)
@@ -66,3 +66,10 @@ def test_lowers_with_the_kernels_of_recurrent_layers(monkeypatch):
     # Beside the attention: the delta rule of prefill chunk and tree, and the commit of the accepted path.
     assert texts[0].count("mosaic_gpu") >= 6
     assert texts[0].count("mosaic_gpu") == texts[1].count("mosaic_gpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dflash", "ddtree", "static_tree"])
+def test_lowers_with_dflash_2(monkeypatch, method):
+    second = dict(conv_taps=2, conv_group_size=4, selector_rank=8)
+    assert lowered(monkeypatch, method, 16, 1, second).count("mosaic_gpu") >= 3

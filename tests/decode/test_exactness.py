@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scripted import Scripted
+from scripted import Conditional, Scripted
 
 import ddtree_jax as dt
 from ddtree_jax import testing
@@ -214,6 +214,8 @@ LONG_PATHS = {  # with the temperatures of the first stage
     (MostProbable(16), 1, ()): (),
     (MostProbable(64), 2, (60,)): TEMPERATURES,
     (MostProbable(256), 3, ()): (),
+    (Conditional(MostProbable(64), 8), 1, ()): (0.7,),
+    (Conditional(Static(PRESETS["eagle-1"]), 8), 1, (60,)): (),
 }
 
 
