@@ -25,7 +25,11 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--revision", help="branch, tag or commit of a hub id")
     common.add_argument("--overwrite", action="store_true", help="replace a checkpoint of the same kind at OUT")
     kinds.add_parser("target", parents=[common], help="Llama or a dense Qwen2.5 to Qwen3.6, with its tokenizer")
-    drafter = kinds.add_parser("drafter", parents=[common], help="DFlash drafter in any of its formats, or EAGLE-3")
+    drafter = kinds.add_parser(
+        "drafter",
+        parents=[common],
+        help="DFlash drafter in any of its formats, EAGLE-3, or the prediction layer in a Qwen3.5 target",
+    )
     drafter.add_argument("--target", required=True, help="the converted target that it drafts for")
     drafter.add_argument(
         "--sample-from-anchor", action="store_true",

@@ -1,16 +1,13 @@
 """config.json of an EAGLE-3 drafter (SafeAILab, SpecForge and SGLang's layout) -> Eagle3Config, checked against its
-target, and the check of its vocabulary."""
+target."""
 
 import warnings
 from collections.abc import Iterable
 
-import numpy as np
-
-from convert.errors import ConversionError, ConversionWarning, mismatch
+from convert.errors import ConversionError, ConversionWarning
 from convert.fields import Fields
 from convert.hf_config import head_counts, head_dim, refuse_variants
 from convert.rope_config import rope_config
-from convert.source import TensorSource
 from ddtree_jax.config import Eagle3Config, TargetConfig, eagle3_taps
 from ddtree_jax.models.abstract import check_fits
 
@@ -78,31 +75,6 @@ def eagle3_config(
     except ValueError as error:
         raise ConversionError(f"{config.file}: {error}") from None
     return result
-
-
-def check_vocabulary(source: TensorSource, config: Eagle3Config) -> None:
-    """Raises ConversionError unless `d2t` names distinct tokens of the target, and `t2d`, if there, the same ones.
-
-    Row u of the head stands for token u + d2t[u]; t2d [V] says which tokens have a row.
-    """
-    file, offsets = source.tensors["d2t"].file, source.read("d2t")
-    if offsets.dtype.kind != "i":
-        raise mismatch(file, "d2t: dtype", expected="integers", found=source.tensors["d2t"].dtype)
-    tokens = np.arange(len(offsets)) + offsets.astype(np.int64)
-    outside = np.flatnonzero((tokens < 0) | (tokens >= config.target_vocab_size))
-    if outside.size:
-        u, expected = outside[0], f"tokens in 0..{config.target_vocab_size - 1}"
-        raise mismatch(file, "d2t", expected=expected, found=f"{offsets[u]} at {u}, token {tokens[u]}")
-    values, counts = np.unique(tokens, return_counts=True)
-    if len(values) < len(tokens):
-        raise mismatch(file, "d2t", expected="distinct tokens", found=f"token {values[counts > 1][0]} twice")
-    if "t2d" in source.tensors:
-        known = np.zeros(config.target_vocab_size, bool)
-        known[tokens] = True
-        differ = np.flatnonzero(known != source.read("t2d").astype(bool))
-        if differ.size:
-            found = f"token {differ[0]} in one of them only"
-            raise mismatch(source.tensors["t2d"].file, "t2d", expected="the tokens of d2t", found=found)
 
 
 def _refuse_variants(config: Fields) -> None:

@@ -13,7 +13,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from convert.hf_config import ARCHITECTURES
-from ddtree_jax.config import DraftConfig, DrafterConfig, Eagle3Config, MoEConfig, TargetConfig, parameter_dtype
+from ddtree_jax.config import (
+    DraftConfig,
+    DrafterConfig,
+    Eagle3Config,
+    MoEConfig,
+    MTPConfig,
+    TargetConfig,
+    parameter_dtype,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,12 +68,16 @@ def parameters(config: TargetConfig | DraftConfig) -> tuple[Parameter, ...]:
         return tuple(_drafter(config))
     if isinstance(config, Eagle3Config):
         return tuple(_eagle3(config))
+    if isinstance(config, MTPConfig):
+        return tuple(_mtp(config))
     return tuple(_target(config))
 
 
 def ignored(config: TargetConfig | DraftConfig, name: str) -> bool:
     """Whether a tensor may be there without being used: buffers that are computed, not learnt; vision and multi-token
-    prediction, which decoding text does not need."""
+    prediction, which decoding text does not need; around a layer for prediction, the target that it lies in."""
+    if isinstance(config, MTPConfig):
+        return not name.startswith("mtp.")
     hybrid = isinstance(config, TargetConfig) and ARCHITECTURES[config.architecture].hybrid
     return name.endswith("rotary_emb.inv_freq") or (hybrid and name.startswith(("model.visual.", "mtp.")))
 
@@ -135,15 +147,20 @@ def _attention(c: TargetConfig, to: str, source: str) -> Iterator[Parameter]:
     qkv = {"q_proj": query * (2 if c.attention_gate else 1), "k_proj": key, "v_proj": key}
     for parameter in _projections(f"{to}/qkv_proj", source, qkv, c.hidden_size, c.qkv_bias):
         if c.attention_gate:
-            # The source holds query and gate by turns, head by head; here the gates come last.
-            turns = _slices([c.head_dim] * 2 * c.num_heads)
+            queries, gates = _turns(c.num_heads, c.head_dim)
             rest = slice(2 * query, 2 * (query + key))
-            parameter = dataclasses.replace(parameter, order=(*turns[::2], rest, *turns[1::2]))
+            parameter = dataclasses.replace(parameter, order=(*queries, rest, *gates))
         yield parameter
     if c.qk_norm:
         yield _one(f"{to}/q_norm/weight", f"{source}.q_norm.weight", c.head_dim)
         yield _one(f"{to}/k_norm/weight", f"{source}.k_norm.weight", c.head_dim)
     yield from _projections(f"{to}/o_proj", source, {"o_proj": c.hidden_size}, query, c.o_bias)
+
+
+def _turns(heads: int, size: int) -> tuple[list[slice], list[slice]]:
+    """Rows of queries and of output gates, which a source holds by turns, head by head; here the gates come last."""
+    turns = _slices([size] * 2 * heads)
+    return turns[::2], turns[1::2]
 
 
 def _gated_delta(c: TargetConfig, to: str, source: str) -> Iterator[Parameter]:
@@ -251,4 +268,27 @@ def _eagle3(c: Eagle3Config) -> Iterator[Parameter]:
     yield from _mlp("mlp", "midlayer.mlp", hidden, c.intermediate_size)
     yield _one("norm/weight", "norm.weight", hidden)
     yield _one("lm_head/weight", "lm_head.weight", c.draft_vocab_size, hidden)
-    yield _one("lm_head/d2t", "d2t", c.draft_vocab_size)
+    yield Parameter("lm_head/target_ids", (("d2t", (c.draft_vocab_size,)),), target_ids=True)
+
+
+def _mtp(c: MTPConfig) -> Iterator[Parameter]:
+    """The prediction layer among the tensors of its target."""
+    hidden, query, key = c.hidden_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+    layer, heads = "mtp.layers.0", "mtp.layers.0.self_attn"
+    for norm in ("pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+        yield _one(f"{norm}/weight", f"mtp.{norm}.weight", hidden)
+    yield _one("fc/weight", "mtp.fc.weight", hidden, 2 * hidden)
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        yield _one(f"{norm}/weight", f"{layer}.{norm}.weight", hidden)
+    queries, gates = _turns(c.num_heads, c.head_dim)
+    for parameter in _projections("self_attn/q_proj", heads, {"q_proj": 2 * query}, hidden, False):
+        yield dataclasses.replace(parameter, order=(*queries, *gates))
+    yield from _projections("self_attn/kv_proj", heads, {"k_proj": key, "v_proj": key}, hidden, False)
+    yield _one("self_attn/q_norm/weight", f"{heads}.q_norm.weight", c.head_dim)
+    yield _one("self_attn/k_norm/weight", f"{heads}.k_norm.weight", c.head_dim)
+    yield from _projections("self_attn/o_proj", heads, {"o_proj": hidden}, query, False)
+    if c.moe is None:
+        yield from _mlp("mlp", f"{layer}.mlp", hidden, c.intermediate_size)
+    else:
+        yield from _experts("mlp", f"{layer}.mlp", hidden, c.moe)
+    yield _one("norm/weight", "mtp.norm.weight", hidden)

@@ -86,20 +86,11 @@ def read_parameter(source: TensorSource, parameter: Parameter, dtype: np.dtype) 
     result = np.empty(parameter.rows_shape, dtype)
     row = 0
     for name, shape in parameter.sources:
-        _check_number_kind(source, name, dtype)
         _cast_into(result[row : row + shape[0]], source.read(name), name, source.tensors[name].file)
         row += shape[0]
     if parameter.order is not None:
         result = np.concatenate([result[rows] for rows in parameter.order])
     return result.reshape(parameter.shape)
-
-
-def _check_number_kind(source: TensorSource, name: str, dtype: np.dtype) -> None:
-    """Weights are not read from integers, nor tables of ids from floating-point numbers."""
-    info, integers = source.tensors[name], ("I64", "I32", "BOOL")
-    if (info.dtype in integers) != (dtype.kind == "i"):
-        expected = "integers" if dtype.kind == "i" else "floating-point numbers"
-        raise mismatch(info.file, f"{name}: dtype", expected=expected, found=info.dtype)
 
 
 def _cast_into(out: np.ndarray, tensor: np.ndarray, name: str, file: Path) -> None:

@@ -5,20 +5,21 @@ from pathlib import Path
 import tokenizers
 
 from convert.drafter_config import drafter_config
-from convert.eagle3_config import check_vocabulary, eagle3_config, is_eagle3
+from convert.eagle3_config import eagle3_config, is_eagle3
 from convert.errors import ConversionError, mismatch
 from convert.fields import Fields
 from convert.gguf_source import GGUFSource, gguf_target_config
 from convert.gguf_tokenizer import gguf_tokenizer_files
 from convert.hf_config import DTYPES, target_config
 from convert.locate import locate
+from convert.mtp_config import is_mtp, mtp_config
 from convert.names import drafter_name
 from convert.pipeline import check_names, write_checkpoint
 from convert.safetensors_source import SafetensorsSource
 from convert.source import Renamed, SplitExperts
 from convert.vocabulary import check_target_ids
 from ddtree_jax.checkpoint import check_free, load_config
-from ddtree_jax.config import DraftConfig, Eagle3Config, TargetConfig
+from ddtree_jax.config import DraftConfig, TargetConfig
 from ddtree_jax.tokenizer import Tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
@@ -80,10 +81,11 @@ def convert_drafter(
     revision: str | None = None,
     progress: bool = False,
 ) -> DraftConfig:
-    """Converts a DFlash or EAGLE-3 drafter and checks that it fits its target.
+    """Converts a drafter, DFlash, EAGLE-3 or a layer for multi-token prediction, and checks that it fits its target.
 
     Args:
-      src: a folder in one of the formats of `convert.drafter_formats` or in that of EAGLE-3, or a hub id.
+      src: a folder in one of the formats of `convert.drafter_formats`, in that of EAGLE-3, or the Qwen3.5, Qwen3.6 or
+        Qwen3-Next target whose prediction layer is wanted; or a hub id.
       out, dtype, overwrite, revision, progress: see `convert_target`.
       target: the converted target (its folder or its config).
       sample_from_anchor: the source has the slot layout of DSpark and DeepSpec; never guessed. Formats that always
@@ -101,23 +103,25 @@ def convert_drafter(
         raise mismatch(path, "file", expected="a folder with config.json and safetensors", found="a file")
     settings = Fields.read(path / "config.json")
     source = SafetensorsSource(path)
+    if sample_from_anchor and (is_eagle3(settings) or is_mtp(settings)):
+        raise mismatch(settings.file, "sample_from_anchor", expected="a DFlash drafter", found="another kind")
+    if taps is not None and not is_eagle3(settings):
+        raise mismatch(settings.file, "taps", expected="an EAGLE-3 drafter", found="another kind")
     if is_eagle3(settings):
-        if sample_from_anchor:
-            raise settings.error("sample_from_anchor", expected="a DFlash drafter", found="EAGLE-3")
         source = Renamed(source, _eagle3_name)
         config = eagle3_config(settings, source.tensors, fitted, taps=taps, dtype=dtype)
         mapped = True
+    elif is_mtp(settings):
+        config = mtp_config(path, settings, fitted, dtype=dtype)
+        source = source if config.moe is None else SplitExperts(source)
+        mapped = False
     else:
-        if taps is not None:
-            raise mismatch(settings.file, "taps", expected="an EAGLE-3 drafter", found="DFlash, which lists its own")
         source = Renamed(source, drafter_name)
         config = drafter_config(path, source.tensors, fitted, sample_from_anchor=sample_from_anchor, dtype=dtype)
         mapped = config.draft_vocab_size is not None
     # t2d says again which tokens d2t names.
     check_names(source, config, file=path, unused=[("t2d", (config.target_vocab_size,))] if mapped else [])
-    if isinstance(config, Eagle3Config):
-        check_vocabulary(source, config)
-    elif mapped:
+    if mapped:
         check_target_ids(source, config.target_vocab_size)
     write_checkpoint(out, config, source, origin=_origin(src, revision), overwrite=overwrite, progress=progress)
     return config

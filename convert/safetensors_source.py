@@ -22,9 +22,6 @@ _DTYPES = {
     "F16": np.dtype(np.float16),
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
-    "BOOL": np.dtype(np.bool_),
 }
 # Tables of ids; never weights.
 _WHOLE = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "BOOL": np.dtype(np.bool_)}

@@ -94,7 +94,7 @@ class DeltaConfig:
 
 # Parameters whose dtype is not the model's, by the last part of their path. The decays of Gated DeltaNet are
 # exp(-exp(A_log) ...): these few numbers stay float32. Token ids are no weights.
-FIXED_DTYPES = {"A_log": "float32", "dt_bias": "float32", "target_ids": "int32", "d2t": "int32"}
+FIXED_DTYPES = {"A_log": "float32", "dt_bias": "float32", "target_ids": "int32"}
 
 
 def parameter_dtype(name: str, model: str) -> str:
@@ -313,7 +313,7 @@ class Eagle3Config(StepDrafterConfig):
 
     Attributes:
       target_layer_ids: three taps; l means the residual stream after the target's zero-based block l.
-      draft_vocab_size: rows of the drafter's own head, a selection of the target's tokens (`d2t`).
+      draft_vocab_size: rows of the drafter's own head, a selection of the target's tokens.
       own_embedding: the drafter has an embedding table of its own; else it shares the target's.
     """
 
@@ -322,6 +322,8 @@ class Eagle3Config(StepDrafterConfig):
     qk_norm: ClassVar[bool] = False
     attention_gate: ClassVar[bool] = False
     zero_centred_norms: ClassVar[bool] = False
+    moe: ClassVar[MoEConfig | None] = None
+    own_head: ClassVar[bool] = True
 
     target_layer_ids: tuple[int, ...]
     draft_vocab_size: int
@@ -339,8 +341,35 @@ def eagle3_taps(num_layers: int) -> tuple[int, int, int]:
     return 1, num_layers // 2 - 1, num_layers - 4
 
 
-DraftConfig = DrafterConfig | Eagle3Config
-_DRAFTERS = {cls.family: cls for cls in (DrafterConfig, Eagle3Config)}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPConfig(StepDrafterConfig):
+    """The multi-token prediction layer of Qwen3.5, Qwen3.6 and Qwen3-Next checkpoints.
+
+    Attributes:
+      rotary_dim: dimensions of a head that rotate, the first ones; None for all.
+      moe: the layer's mixture of experts; None where its feed-forward block is dense.
+    """
+
+    family: ClassVar[str] = "mtp"
+    qk_norm: ClassVar[bool] = True
+    attention_gate: ClassVar[bool] = True
+    zero_centred_norms: ClassVar[bool] = True
+    own_embedding: ClassVar[bool] = False
+    own_head: ClassVar[bool] = False
+    target_layer_ids: ClassVar[tuple[int, ...]] = ()
+
+    rotary_dim: int | None
+    moe: MoEConfig | None = None
+    depth: int = 3  # as the engines run it
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Tokens that can be drafted: the head is the target's."""
+        return self.target_vocab_size
+
+
+DraftConfig = DrafterConfig | Eagle3Config | MTPConfig
+_DRAFTERS = {cls.family: cls for cls in (DrafterConfig, Eagle3Config, MTPConfig)}
 
 
 def drafter_from_json(data: dict[str, Any]) -> DraftConfig:
@@ -397,7 +426,7 @@ METHODS = {
     "best_path": Method(needs_drafter=True, same_as="dflash"),
     "static_tree": Method(needs_drafter=True),
     "ddtree": Method(needs_drafter=True, has_width=True, families=("dflash",)),
-    "eagle2": Method(needs_drafter=True, has_width=True, families=("eagle3",)),
+    "eagle2": Method(needs_drafter=True, has_width=True, families=("eagle3", "mtp")),
 }
 MAX_NODES = 512
 

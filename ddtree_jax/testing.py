@@ -24,6 +24,7 @@ from ddtree_jax.config import (
     DrafterConfig,
     Eagle3Config,
     MoEConfig,
+    MTPConfig,
     RopeConfig,
     TargetConfig,
     default_taps,
@@ -135,7 +136,19 @@ def tiny_eagle3(target: Target, seed: int = 1, **overrides) -> Drafter:
     params = _init(config, seed)
     rows = jnp.arange(config.draft_vocab_size, dtype=jnp.int32)
     offsets = jnp.minimum(rows // 2, config.target_vocab_size - config.draft_vocab_size)
-    return Drafter(config, params | {"lm_head": params["lm_head"] | {"d2t": offsets}})
+    return Drafter(config, params | {"lm_head": params["lm_head"] | {"target_ids": rows + offsets}})
+
+
+def tiny_mtp(target: Target, seed: int = 1, **overrides) -> Drafter:
+    """A random multi-token prediction layer for `target`."""
+    t = target.config
+    values = dict(
+        hidden_size=t.hidden_size, intermediate_size=40, num_heads=4, num_kv_heads=2, head_dim=8, rms_norm_eps=1e-6,
+        rope=RopeConfig(theta=10000.0), rotary_dim=4, target_hidden_size=t.hidden_size,
+        target_num_layers=t.num_layers, target_vocab_size=t.vocab_size, dtype=t.dtype,
+    )  # fmt: skip
+    config = MTPConfig(**values | overrides)
+    return Drafter(config, _init(config, seed))
 
 
 def random_dflash(

@@ -7,11 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ddtree_jax.config import DraftConfig, DrafterConfig, Eagle3Config, TargetConfig
+from ddtree_jax.config import DraftConfig, DrafterConfig, Eagle3Config, MTPConfig, TargetConfig
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
 from ddtree_jax.models.dflash import DFlash
 from ddtree_jax.models.eagle3 import Eagle3
+from ddtree_jax.models.mtp import MTP
 
 
 def init_params(config: TargetConfig | DraftConfig, key: jax.Array) -> Any:
@@ -25,6 +26,9 @@ def init_params(config: TargetConfig | DraftConfig, key: jax.Array) -> Any:
     features = jnp.zeros((1, 1, width), config.jax_dtype)
     if isinstance(config, Eagle3Config):
         variables = Eagle3(config).init(key, one, features, cache, method=Eagle3._touch)
+    elif isinstance(config, MTPConfig):
+        hidden = jnp.zeros((1, 1, config.hidden_size), config.jax_dtype)
+        variables = MTP(config).init(key, hidden, cache, method=MTP._touch)
     else:
         block = jnp.zeros((1, 1, config.hidden_size), config.jax_dtype)
         variables = DFlash(config).init(key, features, jnp.ones((1,), jnp.int32), block, cache, method=DFlash._touch)
@@ -70,6 +74,8 @@ def check_fits(drafter: DraftConfig, target: TargetConfig) -> None:
         require("depth", f"1..{d.max_depth}", d.depth, 1 <= d.depth <= d.max_depth)
         rows = d.draft_vocab_size
         require("draft_vocab_size", f"1..{t.vocab_size}", rows, 1 <= rows <= t.vocab_size)
+    if isinstance(d, MTPConfig):  # reads the final hidden state
+        return
     ids = d.target_layer_ids
     ascending = all(a < b for a, b in itertools.pairwise(ids))
     in_range = bool(ids) and ids[0] >= 0 and ids[-1] < t.num_layers

@@ -13,7 +13,7 @@ from ddtree_jax.models.step_drafter import DraftRows, StepDrafter
 
 
 class DraftHead(nn.Module):
-    """Holds `weight` [U, E] and `d2t` [U] int32: row u stands for the target's token u + d2t[u]."""
+    """Holds `weight` [U, E] and `target_ids` [U] int32, the target's token that each row stands for."""
 
     config: Eagle3Config
 
@@ -21,12 +21,12 @@ class DraftHead(nn.Module):
         c = self.config
         init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=0)
         self.weight = self.param("weight", init, (c.draft_vocab_size, c.hidden_size), c.jax_dtype)
-        self.d2t = self.param("d2t", nn.initializers.zeros, (c.draft_vocab_size,), jnp.int32)
+        self.target_ids = self.param("target_ids", lambda _: jnp.arange(c.draft_vocab_size, dtype=jnp.int32))
 
 
 class Eagle3(StepDrafter):
     """Parameters beside those of the layer: `fc/weight` [E, T * E_target], `hidden_norm/weight`, `lm_head/weight`,
-    `lm_head/d2t` and, if it has one, `embed/weight` [V, E].
+    `lm_head/target_ids` and, if it has one, `embed/weight` [V, E].
 
     The attention projects the token's embedding and the context side by side, each normed; the residual stream is the
     context. A node hands its residual stream to its children as it leaves the layer, before the final norm.
@@ -64,7 +64,7 @@ class Eagle3(StepDrafter):
 
     def token_ids(self, drafted: jax.Array) -> jax.Array:
         """Rows of the head [...] int32 -> tokens of the target."""
-        return drafted + jnp.take(self.lm_head.d2t, drafted, axis=0, mode="clip")
+        return jnp.take(self.lm_head.target_ids, drafted, axis=0, mode="clip")
 
     def _touch(self, tokens, features, cache):
         """Runs every parameter once, for `init`: tokens [B, 1], features [B, 1, T * E_target]."""

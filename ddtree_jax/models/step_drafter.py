@@ -13,9 +13,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from ddtree_jax.config import Eagle3Config
+from ddtree_jax.config import StepDrafterConfig
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.layers import MLP, Linear, RMSNorm, split_heads
+from ddtree_jax.models.moe import MoE
 from ddtree_jax.models.rope import apply_rope, rope_tables
 from pallas_kernels.tree_attention import tree_attention
 from pallas_kernels.tree_attention.masks import pack_bits
@@ -35,7 +36,7 @@ class DraftRows:
     seen: jax.Array
 
     @classmethod
-    def empty(cls, config: Eagle3Config, batch: int) -> "DraftRows":
+    def empty(cls, config: StepDrafterConfig, batch: int) -> "DraftRows":
         none = jnp.zeros((batch, config.num_kv_heads, 0, config.head_dim), config.jax_dtype)
         return cls(none, none, jnp.zeros((batch, 0, 0), bool))
 
@@ -52,7 +53,7 @@ class DraftRows:
 class StepAttention(nn.Module):
     """Query and key/value projections are apart, since committed rows need no queries."""
 
-    config: Eagle3Config
+    config: StepDrafterConfig
     in_features: int
 
     def setup(self):
@@ -97,7 +98,7 @@ class StepDrafter(nn.Module):
     and the drafter's own.
     """
 
-    config: Eagle3Config
+    config: StepDrafterConfig
 
     def setup(self):
         c = self.config
@@ -105,7 +106,10 @@ class StepDrafter(nn.Module):
         self.input_layernorm = RMSNorm(c.hidden_size, **norm)
         self.self_attn = StepAttention(c, self.attention_inputs)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, **norm)
-        self.mlp = MLP(c.hidden_size, c.intermediate_size, c.jax_dtype)
+        if c.moe is None:
+            self.mlp = MLP(c.hidden_size, c.intermediate_size, c.jax_dtype)
+        else:
+            self.mlp = MoE(c.moe, c.hidden_size, c.jax_dtype)
         self.norm = RMSNorm(c.hidden_size, **norm)
 
     @property

@@ -281,7 +281,7 @@ def test_a_z_lab_config_that_says_no_may_have_tables(tmp_path, target):
         ({"t2d": np.zeros(39, bool)}, r"t2d: shape: expected \(40,\), found \(39,\)"),
         (own_tables(13), r"lm_head\.weight: shape: expected \(12, 16\), found \(13, 16\)"),
         ({"embed_tokens.weight": np.ones((12, 16), np.float32)}, r"embed_tokens\.weight: shape: expected \(40, 16\)"),
-        ({"fc.weight": np.ones((16, 32), np.int64)}, r"fc\.weight: dtype: expected floating-point numbers, found I64"),
+        ({"fc.weight": np.ones((16, 32), np.int64)}, r"fc\.weight: dtype: expected BF16 .*, found I64"),
     ],
 )  # fmt: skip
 def test_refused_tables(tmp_path, target, extra, message):

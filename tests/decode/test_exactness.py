@@ -122,21 +122,25 @@ def test_every_kind_of_drafter(pair, reference, kind, method, num_nodes, tempera
     check(out, reference(temperature, max_new_tokens=32))
 
 
-# Of drafters that run once a depth: (method, width), temperatures of the first stage for a dense target.
-STEP_METHODS = {("best_path", 2): (0.0,), ("static_tree", 2): (), ("eagle2", 16): (1.0,), ("eagle2", 64): ()}
+# Drafters that run once a depth, and (method, width).
+STEP_DRAFTERS = {"eagle3": testing.tiny_eagle3, "mtp": testing.tiny_mtp}
+STEP_METHODS = [("best_path", 2), ("static_tree", 2), ("eagle2", 16), ("eagle2", 64)]
+STEP_FIRST_STAGE = [("eagle3", "best_path", 2, 0.0), ("eagle3", "eagle2", 16, 1.0), ("mtp", "eagle2", 16, 1.0)]
 
 
 def step_combinations():
-    for kind, case, batch, temperature in itertools.product(KINDS, STEP_METHODS, (1, 3), TEMPERATURES):
+    for kind, family, case, batch, temperature in itertools.product(
+        KINDS, STEP_DRAFTERS, STEP_METHODS, (1, 3), TEMPERATURES
+    ):
         if kind != "dense" and (batch == 1 or temperature == 0.7):
             continue
-        fast = kind == "dense" and batch == 3 and temperature in STEP_METHODS[case]
-        yield pytest.param(kind, *case, batch, temperature, marks=() if fast else SLOW)
+        fast = kind == "dense" and batch == 3 and (family, *case, temperature) in STEP_FIRST_STAGE
+        yield pytest.param(kind, family, *case, batch, temperature, marks=() if fast else SLOW)
 
 
-@pytest.mark.parametrize("pair,method,num_nodes,batch,temperature", list(step_combinations()), indirect=["pair"])
-def test_every_method_of_eagle3(pair, reference, method, num_nodes, batch, temperature):
-    drafter = testing.tiny_eagle3(pair[0])
+@pytest.mark.parametrize("pair,family,method,num_nodes,batch,temperature", list(step_combinations()), indirect=["pair"])
+def test_every_method_of_drafters_that_run_once_a_depth(pair, reference, family, method, num_nodes, batch, temperature):
+    drafter = STEP_DRAFTERS[family](pair[0])
     settings = dict(temperature=temperature, max_new_tokens=32)
     out = decode(pair[0], drafter, PROMPTS[:batch], method, num_nodes, branching=6, **settings)
     check(out, reference(**settings)[:batch])

@@ -1,4 +1,4 @@
-"""Drafters that run once a depth (EAGLE-3): chains, static trees and EAGLE-2's dynamic trees, drafted on the device.
+"""Drafters that run once a depth (EAGLE-3, MTP): chains, static trees and EAGLE-2's dynamic trees, on the device.
 
 The drafter attends to the nodes that it drafted in this round as the target will: each sees the committed rows and its
 own ancestors. What is committed is computed anew from what the target computed there, so that the cache is a function
@@ -14,12 +14,13 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from ddtree_jax.config import Eagle3Config
+from ddtree_jax.config import Eagle3Config, MTPConfig
 from ddtree_jax.decode.proposers.growth import Growth
 from ddtree_jax.decode.proposers.protocol import TextRows
 from ddtree_jax.models.cache import KVCache, append_rows
 from ddtree_jax.models.decoder import Decoder
 from ddtree_jax.models.eagle3 import Eagle3
+from ddtree_jax.models.mtp import MTP
 from ddtree_jax.models.step_drafter import DraftRows
 from ddtree_jax.tree import DraftTree, gather_path, top_tokens
 
@@ -61,13 +62,13 @@ class StepProposer:
     """A tree that grows from one step to the next.
 
     Attributes:
-      target: the decoder whose embedding the drafter shares, unless it has its own.
+      target: the decoder whose embedding and head the drafter shares, unless it has its own.
       config: of the drafter.
       growth: which tree.
     """
 
     target: Decoder
-    config: Eagle3Config
+    config: Eagle3Config | MTPConfig
     growth: Growth
     uses_drafter: bool = True
 
@@ -96,9 +97,9 @@ class StepProposer:
             hidden, context, rows = self._apply(
                 params, embeddings, gather_path(state.context, parents), positions, cache.rows, state.rows, seen
             )
-            log_probs = jax.nn.log_softmax(self._apply(params, hidden, method=Eagle3.logits), axis=-1)
+            log_probs = jax.nn.log_softmax(self._logits(params, target_params, hidden), axis=-1)
             value, drafted = top_tokens(log_probs, ranks)
-            drafted = self._apply(params, drafted, method=Eagle3.token_ids)
+            drafted = self._apply(params, drafted, method="token_ids") if self.config.own_head else drafted
             return value, drafted, _Step(state.position + 1, context, seen, rows)
 
         batch = root.shape[0]
@@ -109,7 +110,7 @@ class StepProposer:
         return self.growth.grow(expand, first, root)
 
     def absorb(self, params: Any, target_params: Any, cache: StepCache, rows: TextRows) -> StepCache:
-        fresh = self._apply(params, rows.hidden, rows.features, method=Eagle3.context)
+        fresh = self._apply(params, rows.hidden, rows.features, method="context")
         # The first token completes the open row, each further one that of the token before it.
         context = jnp.concatenate([cache.context[:, None], fresh[:, :-1]], axis=1)
         # At the beginning of a text no row is open: the first pair is none, and the others move up.
@@ -118,7 +119,7 @@ class StepProposer:
         pairs = jnp.minimum(pairs, rows.tokens.shape[1] - 1)
         embeddings = self._embed(params, target_params, gather_path(rows.tokens, pairs))
         positions = cache.rows.length[:, None] + jnp.arange(rows.tokens.shape[1], dtype=jnp.int32)[None]
-        kv = self._apply(params, embeddings, gather_path(context, pairs), positions, method=Eagle3.keys_values)
+        kv = self._apply(params, embeddings, gather_path(context, pairs), positions, method="keys_values")
         last = gather_path(fresh, jnp.maximum(rows.count - 1, 0)[:, None])[:, 0]
         return StepCache(
             rows=append_rows(cache.rows, (kv,), jnp.maximum(rows.count - missing, 0)),
@@ -126,12 +127,20 @@ class StepProposer:
             length=cache.length + rows.count,
         )
 
-    def _apply(self, params: Any, *args: Any, method: Any = None) -> Any:
-        return Eagle3(self.config).apply({"params": params}, *args, method=method)
+    def _apply(self, params: Any, *args: Any, method: str = "__call__") -> Any:
+        model = MTP if isinstance(self.config, MTPConfig) else Eagle3
+        return model(self.config).apply({"params": params}, *args, method=method)
+
+    def _logits(self, params: Any, target_params: Any, hidden: jax.Array) -> jax.Array:
+        """[B, W, E] -> float32, over the drafter's vocabulary or the target's."""
+        if self.config.own_head:
+            return self._apply(params, hidden, method="logits")
+        hidden = hidden.astype(self.target.config.jax_dtype)
+        return self.target.apply({"params": target_params}, hidden, method=Decoder.logits)
 
     def _embed(self, params: Any, target_params: Any, tokens: jax.Array) -> jax.Array:
         """[B, W] int32 -> [B, W, E] in the drafter's dtype."""
         if self.config.own_embedding:
-            return self._apply(params, tokens, method=Eagle3.embed_tokens)
+            return self._apply(params, tokens, method="embed_tokens")
         embeddings = self.target.apply({"params": target_params}, tokens, method=Decoder.embed_tokens)
         return embeddings.astype(self.config.jax_dtype)
