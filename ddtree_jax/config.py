@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Self
 
 import jax.numpy as jnp
 
+from ddtree_jax.fields import from_json
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeConfig:
@@ -102,6 +104,9 @@ def parameter_dtype(name: str, model: str) -> str:
     return FIXED_DTYPES.get(name, model)
 
 
+DTYPES = ("bfloat16", "float16", "float32")
+
+
 class _ModelConfig:
     """What the configs of checkpoints share: the dtype as jax's, and a JSON round trip."""
 
@@ -116,25 +121,19 @@ class _ModelConfig:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """Rebuilds a config. Raises ValueError on a missing or unknown field, naming it."""
-        return _from_json(cls, data)
+        """Rebuilds a config. Raises ValueError on a field that is missing, unknown or of another type, naming it."""
+        config = from_json(cls, data)
+        config.check()
+        return config
 
-
-_NESTED = {"rope": RopeConfig, "moe": MoEConfig, "delta": DeltaConfig}
-
-
-def _from_json[Config](cls: type[Config], data: dict[str, Any]) -> Config:
-    fields = {f.name: f for f in dataclasses.fields(cls)}
-    unknown = sorted(set(data) - set(fields))
-    required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
-    missing = sorted(required - set(data))
-    if unknown or missing:
-        raise ValueError(f"{cls.__name__}: unknown fields {unknown}, missing fields {missing}")
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-    for name, nested in _NESTED.items():
-        if isinstance(values.get(name), dict):
-            values[name] = _from_json(nested, values[name])
-    return cls(**values)
+    def check(self) -> None:
+        """Raises ValueError where fields contradict each other."""
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype: expected one of {', '.join(DTYPES)}, found {self.dtype!r}")
+        for name in ("sliding_windows", "causal"):
+            entries = getattr(self, name, None)
+            if entries is not None and len(entries) != self.num_layers:
+                raise ValueError(f"{name}: expected {self.num_layers} entries, one a layer, found {len(entries)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -188,6 +187,20 @@ class TargetConfig(_ModelConfig):
     def qkv_heads(self) -> int:
         """Heads of the fused attention projection: queries, keys, values and, if there are any, output gates."""
         return self.num_heads * (2 if self.attention_gate else 1) + 2 * self.num_kv_heads
+
+    def check(self) -> None:
+        super().check()
+        if self.delta_layers and self.delta is None:
+            raise ValueError("delta: expected the shape of the layers that delta_layers lists, found none")
+        if self.delta_layers and not 0 <= min(self.delta_layers) <= max(self.delta_layers) < self.num_layers:
+            raise ValueError(
+                f"delta_layers: expected blocks in 0..{self.num_layers - 1}, found {list(self.delta_layers)}"
+            )
+        if self.moe is not None and len(self.moe.sparse) != self.num_layers:
+            raise ValueError(f"moe.sparse: expected {self.num_layers} entries, found {len(self.moe.sparse)}")
+        for token in self.stop_token_ids:
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(f"stop_token_ids: expected ids in 0..{self.vocab_size - 1}, found {token}")
 
     def moe_of(self, layer: int) -> MoEConfig | None:
         """The mixture of experts of a layer; None where its feed-forward block is dense."""

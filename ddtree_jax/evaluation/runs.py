@@ -32,7 +32,10 @@ class Results:
         file = self.folder / "settings.json"
         settings = json.loads(json.dumps(settings))
         if file.exists():
-            found = json.loads(file.read_text())
+            try:
+                found = json.loads(file.read_text(encoding="utf-8"))
+            except ValueError as error:
+                raise ValueError(f"{file}: damaged: {error}; use another folder") from None
             for key in sorted(set(found) | set(settings)):
                 if found.get(key) != settings.get(key):
                     raise ValueError(
@@ -40,7 +43,9 @@ class Results:
                         "use another folder"
                     )
         else:
-            file.write_text(json.dumps(settings, indent=2))
+            temporary = file.with_name(".settings.json.writing")
+            temporary.write_text(json.dumps(settings, indent=2), encoding="utf-8")
+            os.replace(temporary, file)
         self._file = self.folder / "records.jsonl"
         self.records = self._read()
         self._keys = {record_key(r): r.get("prompt_digest") for r in self.records}
@@ -53,7 +58,16 @@ class Results:
         if len(whole) != len(text):
             self._file.write_text(whole, encoding="utf-8")
         # Not splitlines(): JSON text may hold U+2028 and its like unescaped.
-        return [json.loads(line) for line in whole.split("\n") if line]
+        lines = enumerate(whole.split("\n"), start=1)
+        return [self._parse(number, line) for number, line in lines if line]
+
+    def _parse(self, number: int, line: str) -> dict:
+        try:
+            record = json.loads(line)
+            record_key(record)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{self._file}:{number}: damaged: {error}") from None
+        return record
 
     def has(self, key: tuple, prompt: str | None = None) -> bool:
         """Whether (set, variant, turn, id) has been run.

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from ddtree_jax.__main__ import main
+from ddtree_jax.evaluation.runs import Results
 
 
 @pytest.fixture(scope="module")
@@ -111,3 +112,18 @@ def test_a_folder_that_cannot_be_one_is_one_line(run, folder, capsys):
     assert run("--methods", "autoregressive", out="one.jsonl", files=("two.jsonl",)) == 2
     err = capsys.readouterr().err
     assert "one.jsonl: File exists" in err and err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    "file,text,message",
+    [
+        ("settings.json", "", "settings.json: damaged"),
+        ("records.jsonl", "{}\n", "records.jsonl:1: damaged: 'set'"),
+        ("records.jsonl", '\n"text"\n', "records.jsonl:2: damaged"),
+    ],
+)
+def test_a_damaged_folder_is_named(tmp_path, file, text, message):
+    Results(tmp_path, {"a": 1})
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        Results(tmp_path, {"a": 1})
