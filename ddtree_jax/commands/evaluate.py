@@ -76,7 +76,14 @@ def main(args: argparse.Namespace) -> int:
             target, drafter, sets, todo, base, results, turns=args.turns, chat=chat,
             progress=lambda done: bar.advance(task, done),
         )  # fmt: skip
-    report(results.records, todo[0].name, Path(args.out), best_width=args.best_width)
+    # What this call asked for: a folder may hold more, of other prompts, which must not be averaged with it.
+    asked = {(name, record.id) for name, records in sets.items() for record in records}
+    names = {variant.name for variant in todo}
+    rows = [
+        r for r in results.records
+        if (r["set"], r["id"]) in asked and r["variant"] in names and r["turn"] < args.turns
+    ]  # fmt: skip
+    report(rows, todo[0].name, Path(args.out), best_width=args.best_width)
     return 0
 
 

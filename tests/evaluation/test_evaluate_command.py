@@ -127,3 +127,11 @@ def test_a_damaged_folder_is_named(tmp_path, file, text, message):
     (tmp_path / file).write_text(text)
     with pytest.raises(ValueError, match=message):
         Results(tmp_path, {"a": 1})
+
+
+def test_the_summary_is_of_what_was_asked_for(run, folder):
+    args = dict(out="grown", files=("one.jsonl", "two.jsonl"))
+    assert run("--methods", "autoregressive,lookup", **args) == 0
+    assert run("--methods", "lookup", out="grown", files=("two.jsonl",)) == 0
+    rows = json.loads((folder / "grown" / "summary.json").read_text())
+    assert {(r["set"], r["variant"], r["prompts"]) for r in rows} == {("two", "lookup", 1)}
