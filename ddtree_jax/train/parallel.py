@@ -35,6 +35,11 @@ def replicate(mesh: Mesh | None, tree: Any) -> Any:
     return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, SHARED))
 
 
+def one_copy(mesh: Mesh | None, tree: Any) -> Any:
+    """What `replicate` put on every device, on the first of them alone: models decode on one."""
+    return tree if mesh is None else jax.tree.map(lambda x: x.addressable_data(0), tree)
+
+
 def spread(mesh: Mesh | None, tree: Any) -> Any:
     """Host arrays [b, ...] on the devices, each with its share of the rows; does not wait."""
     return jax.device_put(tree) if mesh is None else jax.device_put(tree, NamedSharding(mesh, ROWS))

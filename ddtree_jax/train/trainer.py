@@ -21,7 +21,7 @@ from ddtree_jax.train.data import Rows, batch_index, steps_per_epoch
 from ddtree_jax.train.evaluate import Evaluation, evaluate, score_rows
 from ddtree_jax.train.flops import PEAK_FLOPS, step_flops
 from ddtree_jax.train.loss import Report, report
-from ddtree_jax.train.parallel import replicate
+from ddtree_jax.train.parallel import one_copy, replicate
 from ddtree_jax.train.progress import ProgressLine
 from ddtree_jax.train.step import Models, TrainState, init_state, to_device, train_step
 
@@ -139,7 +139,7 @@ class _Run:
             self.checkpoints.save(self.state)
             evaluation = self._evaluate(progress, list(self.eval_rows))
         dtype = self.models.drafter.jax_dtype
-        params = jax.tree.map(lambda x: x.astype(dtype), self.state.params)
+        params = jax.tree.map(lambda x: x.astype(dtype), one_copy(self.models.mesh, self.state.params))
         return Trained(self.models.drafter, params, self.step, last_report, evaluation)
 
     def _summarise(self) -> tuple[Report, float, float]:

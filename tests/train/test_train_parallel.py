@@ -5,6 +5,9 @@ import numpy as np
 import pytest
 from tiny_train import tiny_config, tiny_rows, tiny_target
 
+from ddtree_jax.api import generate
+from ddtree_jax.config import DecodeConfig
+from ddtree_jax.loading import Drafter
 from ddtree_jax.train.answering import Question, answer, merge
 from ddtree_jax.train.evaluate import evaluate
 from ddtree_jax.train.parallel import row_mesh
@@ -40,6 +43,8 @@ def test_a_run_on_two_devices_scores_and_resumes(tmp_path):
     assert whole.evaluation.documents == expected.documents > 0
     np.testing.assert_allclose(whole.evaluation.loss, expected.loss, rtol=1e-4)
     np.testing.assert_allclose(whole.evaluation.accepted, expected.accepted, rtol=1e-6)
+    drafter = Drafter(whole.config, whole.params)  # decodes beside a target on one device
+    assert generate(TARGET, drafter, [[5, 6]], DecodeConfig(num_nodes=4, max_new_tokens=4)).tokens[0]
     # What two devices began, one can go on with.
     again = train(TARGET, rows, tiny_config(devices=1, steps=6), tmp_path / "a", resume=True, quiet=True)
     assert again.steps == 6
