@@ -1,5 +1,6 @@
 """Jitted entry points of the loop. The state is donated to each; a call compiles once per static loop and shapes."""
 
+import collections
 import functools
 import time
 from collections.abc import Callable
@@ -42,7 +43,9 @@ def run(loop: DecodeLoop, params: Any, request: Request, prompt, prompt_length, 
     return loop.advance(params, request, state, ALL_ROUNDS)
 
 
-_executables: dict[Any, Callable] = {}
+# Newest last. Bounded: a process that keeps hundreds of programs runs out of memory maps, on a CPU at least.
+_MOST_EXECUTABLES = 48
+_executables: collections.OrderedDict[Any, Callable] = collections.OrderedDict()
 
 
 def executable(function: Callable, loop: DecodeLoop, *args: Any) -> tuple[Callable, float]:
@@ -53,8 +56,10 @@ def executable(function: Callable, loop: DecodeLoop, *args: Any) -> tuple[Callab
     leaves, structure = jax.tree.flatten(args)
     shapes = tuple((x.shape, x.dtype.name, getattr(x, "sharding", None)) for x in leaves)
     key = (function.__name__, loop, structure, shapes)
-    if key in _executables:
-        return _executables[key], 0.0
+    if (found := _executables.get(key)) is not None:
+        return found, 0.0
     began = time.perf_counter()
-    _executables[key] = function.lower(loop, *args).compile()
-    return _executables[key], time.perf_counter() - began
+    _executables[key] = compiled = function.lower(loop, *args).compile()
+    while len(_executables) > _MOST_EXECUTABLES:
+        _executables.popitem(last=False)
+    return compiled, time.perf_counter() - began
