@@ -1,5 +1,6 @@
 """Strictness for the whole suite: no silent dtype or rank promotion, and room for sharding tests."""
 
+import gc
 import os
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
@@ -10,6 +11,17 @@ import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """Compiled programs hold memory maps, of which a process may have 65,530: a module's go with it."""
+    yield
+    from ddtree_jax.decode import run
+
+    run._executables.clear()
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")
