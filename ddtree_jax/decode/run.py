@@ -44,7 +44,7 @@ def run(loop: DecodeLoop, params: Any, request: Request, prompt, prompt_length, 
 
 
 # Newest last. Bounded: a process that keeps hundreds of programs runs out of memory maps, on a CPU at least.
-_MOST_EXECUTABLES = 48
+_MOST_EXECUTABLES = 24
 _executables: collections.OrderedDict[Any, Callable] = collections.OrderedDict()
 
 
