@@ -1,14 +1,13 @@
 """`python -m ddtree_jax prompts`: a file of prompts that the target writes itself, to train a drafter on."""
 
 import argparse
-import os
-import secrets
 import sys
 import time
 from pathlib import Path
 
 import jax
 
+from ddtree_jax.files import write_whole
 from ddtree_jax.loading import load_target
 from ddtree_jax.train.progress import ProgressLine
 from ddtree_jax.train.selfprompt import PromptFilter, prompt_lines, write_prompts
@@ -52,12 +51,7 @@ def main(args: argparse.Namespace) -> int:
             progress.update(len(found))
     if not found:
         raise ValueError(f"{args.target}: none of {args.count} draws is a prompt of at most {args.max_tokens} tokens")
-    temporary = out.with_name(f".{out.name}.writing-{secrets.token_hex(4)}")
-    try:
-        temporary.write_text(prompt_lines(sorted(found)), encoding="utf-8")
-        os.replace(temporary, out)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(out, prompt_lines(sorted(found)).encode())
     if not args.quiet:
         print(f"{out}: {len(found)} prompts from {args.count} draws", file=sys.stderr)
     return 0

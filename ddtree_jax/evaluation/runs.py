@@ -14,6 +14,7 @@ from typing import Any
 from ddtree_jax.api import generate
 from ddtree_jax.config import DecodeConfig
 from ddtree_jax.evaluation.variants import Variant
+from ddtree_jax.files import write_whole
 from ddtree_jax.loading import Drafter, Target
 from ddtree_jax.prompts import PromptRecord, encode_prompt, read_prompt_file
 
@@ -43,9 +44,7 @@ class Results:
                         "use another folder"
                     )
         else:
-            temporary = file.with_name(".settings.json.writing")
-            temporary.write_text(json.dumps(settings, indent=2), encoding="utf-8")
-            os.replace(temporary, file)
+            write_whole(file, json.dumps(settings, indent=2).encode())
         self._file = self.folder / "records.jsonl"
         self.records = self._read()
         self._keys = {record_key(r): r.get("prompt_digest") for r in self.records}

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from ddtree_jax.config import TargetConfig
+from ddtree_jax.files import write_whole
 from ddtree_jax.train.data import Document
 
 FORMAT = "ddtree_jax answers"
@@ -102,7 +103,7 @@ class AnswerStore:
                                      "these answers belong to another run, use another folder")  # fmt: skip
         else:
             self.folder.mkdir(parents=True, exist_ok=True)
-            _write(file, json.dumps(described, indent=2).encode())
+            write_whole(file, json.dumps(described, indent=2).encode())
 
     def shards(self) -> list[Path]:
         return sorted(self.folder.glob("shard-*.npz"))
@@ -153,12 +154,3 @@ def _read(path: Path) -> dict[str, np.ndarray]:
             return {key: data[key] for key in ("request", "prompt_length", "length", "tokens")}
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path}: damaged: {error}") from None
-
-
-def _write(file: Path, content: bytes) -> None:
-    temporary = file.with_name(f".{file.name}.writing")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)

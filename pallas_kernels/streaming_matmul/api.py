@@ -78,11 +78,9 @@ def _product(x, weight, panels, out_dtype, implementation, early_weights, config
         out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype).name,
     )
     obstacle = unsupported(shape)
-    if implementation == "mosaic_gpu" and obstacle is not None:
-        raise NotImplementedError(f"mosaic_gpu cannot do {obstacle}")
-    if implementation is None:
-        usable = obstacle is None and choice.on_hopper() and configs.measured_faster(shape)
-        implementation = "mosaic_gpu" if usable else "xla"
+    if implementation is None and obstacle is None and not configs.measured_faster(shape):
+        implementation = "xla"
+    implementation = choice.choose(implementation, obstacle)
     rows = x.reshape(shape.rows, inputs)
     if implementation == "xla":
         y = reference.matmul(rows, weight)
