@@ -18,7 +18,7 @@ from jax import lax
 
 from benchmarks._models import normal
 from benchmarks.tree_build import marginals
-from ddtree_jax.decode.loop import DecodeLoop, Verified
+from ddtree_jax.decode.loop import DecodeLoop, Kept, Verified
 from ddtree_jax.decode.plan import ROW_TILE
 from ddtree_jax.decode.proposers import NoDraft
 from ddtree_jax.decode.state import DecodeState, Request
@@ -103,7 +103,7 @@ class Rounds:
         state, draws = carry
         walk = accept(verified.tree, draws, max_path=self.loop.proposer.max_path)
         verified = verified.replace(draws=draws, walk=walk)
-        state = self.loop.commit(params, self._request(), state, verified)
+        state = self.loop.commit(params, self._request(), state, Kept.of(verified))
         return self._reset(state), (draws + state.root[:, None]) % self._vocab
 
     def _reset(self, state: DecodeState) -> DecodeState:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import jax
 import jax.numpy as jnp
 
-from ddtree_jax.config import DecodeConfig
+from ddtree_jax.config import AUTO, DecodeConfig
 from ddtree_jax.decode import run as device
 from ddtree_jax.decode.plan import make_plan
 from ddtree_jax.decode.state import DecodeState
@@ -29,6 +29,7 @@ class Generation:
         drafted token was accepted. The first token comes from the prefill and from no round, and tokens past a stop
         or a limit are not counted, so len(tokens) == 1 + sum(accepted_lengths).
       rounds: passes of the target after the prefill.
+      widths: nodes that each round verified; None where all trees have the same width (`num_nodes` other than "auto").
       finish_reasons: "stop" (a stop token) or "length" (`max_new_tokens` or capacity).
       prompt_lengths: in tokens.
       seconds: wall time on the device, prefill included, compiling not.
@@ -39,6 +40,7 @@ class Generation:
     text: list[str] | None
     accepted_lengths: list[list[int]]
     rounds: list[int]
+    widths: list[list[int]] | None
     finish_reasons: list[str]
     prompt_lengths: list[int]
     seconds: float
@@ -88,17 +90,21 @@ def generate(
         compile_seconds += compiling
         done.append(state)
 
-    tokens, accepted, rounds, reasons = [], [], [], []
+    tokens, accepted, rounds, widths, reasons = [], [], [], [], []
     for i in range(len(encoded)):
         state, slot = done[i // plan.batch], i % plan.batch
         new = state.tokens[slot, : state.num_tokens[slot]].tolist()
         tokens.append(new)
         rounds.append(int(state.rounds[slot]))
         accepted.append(state.accepted[slot, : rounds[-1]].tolist())
+        if state.widths is not None:
+            widths.append(state.widths[slot, : rounds[-1]].tolist())
         reasons.append("stop" if new[-1] in plan.stop_token_ids else "length")
     text = None if target.tokenizer is None else [target.tokenizer.decode(t) for t in tokens]
     lengths = [len(e) for e in encoded]
-    return Generation(tokens, text, accepted, rounds, reasons, lengths, seconds, compile_seconds)
+    return Generation(
+        tokens, text, accepted, rounds, widths or None, reasons, lengths, seconds, compile_seconds
+    )  # fmt: skip
 
 
 def _first_run(call, args) -> float:
@@ -136,6 +142,10 @@ def compile_ahead(
             _first_run(call, args)
 
     began = time.perf_counter()
+    fixed = [c for c in configs if c.num_nodes != AUTO]
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        list(pool.map(one, configs))
+        list(pool.map(one, fixed))
+    for config in configs:
+        if config.num_nodes == AUTO:  # measures the costs of its widths, so nothing may run beside it
+            one(config)
     return time.perf_counter() - began

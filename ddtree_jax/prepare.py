@@ -12,6 +12,7 @@ from ddtree_jax.decode.run import empty_state
 from ddtree_jax.decode.state import Request
 from ddtree_jax.loading import Drafter, Target
 from ddtree_jax.prompts import Prompt, encode_prompt
+from ddtree_jax.round_costs import round_costs
 
 
 def prepare(
@@ -44,7 +45,11 @@ def _encode(target: Target, prompt: Prompt, index: int) -> list[int]:
 
 
 def inputs(target: Target, drafter: Drafter | None, plan: Plan, encoded, first: int, temperature: float):
-    """Arguments of `device.run` for the batch that begins at prompt `first`; missing slots have a limit of 0."""
+    """Arguments of `device.run` for the batch that begins at prompt `first`; missing slots have a limit of 0.
+
+    Where the loop chooses among widths, the first call of a setting measures what they cost.
+    """
+    params = {"target": target.params, "drafter": drafter.params if plan.loop.proposer.uses_drafter else None}
     batch = slice(first, first + plan.batch)
     missing = plan.batch - len(encoded[batch])
     prompt = np.zeros((plan.batch, plan.prompt_rows), np.int32)
@@ -58,7 +63,7 @@ def inputs(target: Target, drafter: Drafter | None, plan: Plan, encoded, first: 
         seeds=np.array((*plan.seeds[batch], *[0] * missing), np.uint32),
         stop_tokens=stops,
         temperature=np.float32(temperature),
+        costs=round_costs(plan, params) if plan.loop.widths else None,
     )
-    params = {"target": target.params, "drafter": drafter.params if plan.loop.proposer.uses_drafter else None}
     state = empty_state(plan.loop, plan.batch, plan.cache_rows, plan.output_rows)
     return params, *jax.device_put((request, prompt, lengths)), state

@@ -1,9 +1,13 @@
 """Strictness for the whole suite: no silent dtype or rank promotion, and room for sharding tests."""
 
+import contextlib
 import gc
 import os
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+# One thread an operation: pytest-xdist fills the cores anyway, and on two of them XLA's pool can wait for itself for
+# ever. More threads for programs than there are cores, since those of two devices wait for each other.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false")
+os.environ.setdefault("NPROC", "8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
@@ -13,10 +17,16 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+MOST_MEMORY_MAPS = 30_000  # of the 65,530 that Linux allows a process
+
+
 @pytest.fixture(autouse=True, scope="module")
 def forget_programs():
-    """Compiled programs hold memory maps, of which a process may have 65,530: a module's go with it."""
+    """Compiled programs hold memory maps: when a worker has many, those of the modules so far go."""
     yield
+    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
+        if sum(1 for _ in maps) < MOST_MEMORY_MAPS:
+            return
     from ddtree_jax.decode import run
 
     run._executables.clear()

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ddtree_jax.api import compile_ahead
-from ddtree_jax.commands.options import add_drafting, parse_widths, read_trees
+from ddtree_jax.commands.options import add_drafting, parse_num_nodes, parse_widths, read_trees
 from ddtree_jax.config import DecodeConfig, possible_methods
 from ddtree_jax.decode.plan import make_plan
 from ddtree_jax.evaluation import runs
@@ -51,10 +51,10 @@ def main(args: argparse.Namespace) -> int:
     base = DecodeConfig(
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed, batch_size=args.batch_size,
         prompt_bucket=longest, draft_depth=args.draft_depth, branching=args.branching,
-        ngram=args.ngram,
+        ngram=args.ngram, widths=parse_widths(args.widths),
     )  # fmt: skip
     methods = args.methods.split(",") if args.methods else possible_methods(drafter.config if drafter else None)
-    todo = variants(methods, parse_widths(args.num_nodes), read_trees(args.tree_choices), base, target, drafter)
+    todo = variants(methods, parse_num_nodes(args.num_nodes), read_trees(args.tree_choices), base, target, drafter)
     for variant in todo:  # refuse what cannot run before anything is written or compiled
         make_plan(variant.config(base), target.config, drafter.config if drafter else None, [longest])
     results = runs.Results(args.out, _settings(args, target))
@@ -110,5 +110,7 @@ def _settings(args: argparse.Namespace, target) -> dict:
     names = ("target", "drafter", "turns", "max_new_tokens", "temperature", "seed", "batch_size", "no_chat")
     drafting = {name: value for name in ("draft_depth", "branching", "ngram")
                 if (value := getattr(args, name)) != getattr(DecodeConfig, name)}  # fmt: skip
+    if (widths := parse_widths(args.widths)) != DecodeConfig.widths:
+        drafting["widths"] = list(widths)
     device = {"device": jax.devices()[0].device_kind, "dtype": target.config.dtype}
     return {name: getattr(args, name) for name in names} | drafting | device

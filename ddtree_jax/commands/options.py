@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from ddtree_jax.config import DecodeConfig
+from ddtree_jax.config import AUTO, DecodeConfig
 from ddtree_jax.tree import PRESETS
 
 
@@ -14,8 +14,10 @@ def add_drafting(parser: argparse.ArgumentParser, *, widths: str) -> None:
     add(
         "--num-nodes",
         default=widths,
-        help="width of ddtree, eagle2 and lookup_tree, root included; several with commas",
+        help="width of ddtree, eagle2 and lookup_tree, root included; several with commas. auto: each round of ddtree "
+        "takes the one of --widths that pays best, by costs measured on this device",
     )
+    add("--widths", default=",".join(map(str, DecodeConfig.widths)), help="what auto chooses among")
     add("--best-width", action="store_true", help="show each method at its fastest width only")
     add("--draft-depth", type=int, help="tokens drafted a round; default: what the drafter was trained for")
     add(
@@ -27,12 +29,20 @@ def add_drafting(parser: argparse.ArgumentParser, *, widths: str) -> None:
     add("--ngram", type=int, default=DecodeConfig.ngram, help="longest run of last tokens that a look-up looks for")
 
 
-def parse_widths(text: str) -> list[int]:
+def parse_num_nodes(text: str) -> list[int | str]:
+    """Comma-separated integers and "auto". Raises ValueError on anything else."""
+    try:
+        return [n if n == AUTO else int(n) for n in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--num-nodes must be comma-separated integers or {AUTO}; found {text!r}") from None
+
+
+def parse_widths(text: str) -> tuple[int, ...]:
     """Comma-separated integers. Raises ValueError on anything else."""
     try:
-        return [int(n) for n in text.split(",")]
+        return tuple(int(n) for n in text.split(","))
     except ValueError:
-        raise ValueError(f"--num-nodes must be comma-separated integers; found {text!r}") from None
+        raise ValueError(f"--widths must be comma-separated integers; found {text!r}") from None
 
 
 def read_trees(given: list[str] | None) -> list[str | None]:

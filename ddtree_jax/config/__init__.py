@@ -5,7 +5,7 @@ Everything here is frozen and hashable: a config is a static argument of every j
 
 from ddtree_jax.config.base import DTYPES, FIXED_DTYPES, parameter_dtype
 from ddtree_jax.config.blocks import DeltaConfig, MoEConfig, RopeConfig
-from ddtree_jax.config.decode import DecodeConfig
+from ddtree_jax.config.decode import AUTO, DecodeConfig
 from ddtree_jax.config.drafters import (
     MAX_STEPS,
     DraftConfig,
@@ -20,6 +20,7 @@ from ddtree_jax.config.taps import default_taps, eagle3_taps
 from ddtree_jax.config.target import TargetConfig
 
 __all__ = [
+    "AUTO",
     "DTYPES",
     "FIXED_DTYPES",
     "MAX_NODES",

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+AUTO = "auto"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeConfig:
@@ -14,7 +16,8 @@ class DecodeConfig:
         for DFlash also "dflash"), "static_tree" (its tokens by rank, in a tree fixed in advance), "ddtree" (DFlash: its
         N most probable prefixes) or "eagle2" (drafters that run once a depth: the tree grown from the best nodes).
       num_nodes: N, width of the tree, root included (ddtree, eagle2 and lookup_tree). Widths that fill tiles: 16, 32,
-        64, 128, 256.
+        64, 128, 256. "auto" (ddtree): each round takes the one of `widths` that pays best.
+      widths: what "auto" chooses among.
       draft_depth: L, tokens drafted a round; None takes all that the drafter was trained for, 15 for a look-up.
       branching: children drafted of a node, and nodes drafted further at each depth (eagle2).
       tree_choices: the static tree: a list of tuples of child ranks such as ((0,), (1,), (0, 0)), its text, or the
@@ -32,7 +35,8 @@ class DecodeConfig:
     """
 
     method: str = "ddtree"
-    num_nodes: int = 64
+    num_nodes: int | str = 64
+    widths: tuple[int, ...] = (16, 32, 64, 128)
     draft_depth: int | None = None
     branching: int = 10
     tree_choices: str | tuple[tuple[int, ...], ...] | None = None

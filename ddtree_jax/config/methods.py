@@ -12,12 +12,14 @@ class Method:
     Attributes:
       needs_drafter: whether it needs a drafter's checkpoint.
       has_width: whether `num_nodes` sets the width of its tree.
+      best_first: whether its tree's nodes come in order of probability, so that a round can verify fewer ("auto").
       same_as: the method that it is another name of, for drafters that have both.
       families: drafters that can do it, if it needs one.
     """
 
     needs_drafter: bool
     has_width: bool = False
+    best_first: bool = False
     same_as: str | None = None
     families: tuple[str, ...] = tuple(DRAFTERS)
 
@@ -33,7 +35,7 @@ METHODS = {
     "dflash": Method(needs_drafter=True, families=("dflash",)),
     "best_path": Method(needs_drafter=True, same_as="dflash"),
     "static_tree": Method(needs_drafter=True),
-    "ddtree": Method(needs_drafter=True, has_width=True, families=("dflash",)),
+    "ddtree": Method(needs_drafter=True, has_width=True, best_first=True, families=("dflash",)),
     "eagle2": Method(needs_drafter=True, has_width=True, families=("eagle3", "mtp")),
 }
 MAX_NODES = 512

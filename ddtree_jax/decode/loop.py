@@ -9,6 +9,7 @@ Shape letters: B slots, N nodes, P rows committed a round at most, S prompt rows
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.struct
@@ -20,9 +21,10 @@ from jax import lax
 from ddtree_jax.decode.proposers import Proposer, TextRows
 from ddtree_jax.decode.sampling import draw
 from ddtree_jax.decode.state import DecodeState, Request, clip_commit, write_rows
-from ddtree_jax.models.cache import KVCache, append_rows, commit_path
+from ddtree_jax.decode.width import Calibration, best_width, observe, promises
+from ddtree_jax.models.cache import KVCache, TreeKV, append_rows, commit_rows, give_weights, path_rows, take_weights
 from ddtree_jax.models.decoder import Decoder, TargetPass
-from ddtree_jax.tree import Acceptance, DraftTree, accept, gather_path, static_bits
+from ddtree_jax.tree import Acceptance, DraftTree, accept, first_nodes, gather_path, only_first, static_bits
 
 
 @flax.struct.dataclass
@@ -42,6 +44,35 @@ class Verified:
     walk: Acceptance
 
 
+@flax.struct.dataclass
+class Kept:
+    """What a commit needs of a round: the accepted path, and what the target computed along it.
+
+    Attributes:
+      walk: the path.
+      tokens: [B, P] int32.
+      hidden, features: of `TargetPass`, at the path's nodes.
+      rows: `TargetPass.tree_kv`, at the path's nodes.
+    """
+
+    walk: Acceptance
+    tokens: jax.Array
+    hidden: jax.Array
+    features: jax.Array | None
+    rows: TreeKV
+
+    @classmethod
+    def of(cls, verified: Verified) -> "Kept":
+        walk, out = verified.walk, verified.out
+        return cls(
+            walk=walk,
+            tokens=gather_path(verified.tree.tokens, walk.path),
+            hidden=gather_path(out.hidden, walk.path),
+            features=None if out.features is None else gather_path(out.features, walk.path),
+            rows=path_rows(out.tree_kv, walk.path),
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class DecodeLoop:
     """Static part of a decode: models, shapes, whether draws are random. Hashable, so a static jit argument.
@@ -51,12 +82,15 @@ class DecodeLoop:
       proposer: how a round gets its tree.
       sample: False decodes at temperature 0.
       chunk: prompt tokens a prefill pass.
+      widths: rising; each round verifies as many nodes of its tree as pay best (`decode.width`). The last one is the
+        tree's, whose nodes must be in order of probability. Empty: always the whole tree.
     """
 
     target: Decoder
     proposer: Proposer
     sample: bool
     chunk: int
+    widths: tuple[int, ...] = ()
 
     def init_state(self, batch: int, cache_rows: int, output_rows: int) -> DecodeState:
         """An empty state. `cache_rows` and `output_rows` must leave P rows free past the last live one."""
@@ -70,6 +104,8 @@ class DecodeLoop:
             accepted=zeros(batch, output_rows),
             rounds=zeros(batch),
             done=jnp.zeros((batch,), bool),
+            widths=zeros(batch, output_rows) if self.widths else None,
+            calibration=Calibration.empty(self.widths) if self.widths else None,
         )
 
     def prefill(self, params: Any, request: Request, prompt: jax.Array, prompt_length: jax.Array, state: DecodeState):
@@ -119,8 +155,14 @@ class DecodeLoop:
         )
 
     def verify(self, params: Any, request: Request, state: DecodeState) -> Verified:
-        """Drafts a tree and takes the target's own draw at each of its nodes, in one pass of the target."""
-        tree = self.proposer.propose(params["drafter"], params["target"], state.drafter_cache, state.root)
+        """Drafts a tree and takes the target's own draw at each of its nodes, in one pass of the target.
+
+        Of several widths the round's own counts: the nodes past it are padding here, where a round leaves them out.
+        """
+        tree = self._propose(params, state)
+        if self.widths:
+            chosen, _ = self._choose(request, state, tree)
+            tree = only_first(tree, jnp.asarray(self.widths, jnp.int32)[chosen])
         return self.verify_tree(params, request, state, tree)
 
     def verify_tree(self, params: Any, request: Request, state: DecodeState, tree: DraftTree) -> Verified:
@@ -132,21 +174,16 @@ class DecodeLoop:
         draws = self._draw(params, request, out.hidden, tree.depth, start + 1, proposer.max_path)
         return Verified(tree, out, draws, accept(tree, draws, max_path=proposer.max_path))
 
-    def commit(self, params: Any, request: Request, state: DecodeState, verified: Verified) -> DecodeState:
+    def commit(self, params: Any, request: Request, state: DecodeState, kept: Kept) -> DecodeState:
         """Appends the accepted path to the text and to both caches, cut at a stop token and at the limit."""
-        walk, out = verified.walk, verified.out
+        walk = kept.walk
         count, ended = clip_commit(walk.tokens, walk.length, request.limit - state.num_tokens, request.stop_tokens)
         count = jnp.where(state.done, 0, count)
-        rows = TextRows(
-            tokens=gather_path(verified.tree.tokens, walk.path),
-            hidden=gather_path(out.hidden, walk.path),
-            features=None if out.features is None else gather_path(out.features, walk.path),
-            count=count,
-        )
+        rows = TextRows(tokens=kept.tokens, hidden=kept.hidden, features=kept.features, count=count)
         last = jnp.take_along_axis(walk.tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
         active = (~state.done).astype(jnp.int32)
-        return DecodeState(
-            target_cache=commit_path(state.target_cache, out.tree_kv, walk.path, count),
+        return state.replace(
+            target_cache=commit_rows(state.target_cache, kept.rows, count),
             drafter_cache=self._absorb(params, state.drafter_cache, rows),
             root=jnp.where(state.done, state.root, last),
             tokens=write_rows(state.tokens, walk.tokens, state.num_tokens),
@@ -158,7 +195,24 @@ class DecodeLoop:
 
     def decode_round(self, params: Any, request: Request, state: DecodeState) -> DecodeState:
         """One round: pure, static in shape."""
-        return self.commit(params, request, state, self.verify(params, request, state))
+        tree = self._propose(params, state)
+        if not self.widths:
+            return self.commit(params, request, state, Kept.of(self.verify_tree(params, request, state, tree)))
+        chosen, promised = self._choose(request, state, tree)
+
+        def first(width: int) -> Kept:
+            kept = Kept.of(self.verify_tree(params, request, state, first_nodes(tree, width)))
+            return kept.replace(rows=take_weights(kept.rows))
+
+        kept = lax.switch(chosen, [functools.partial(first, width) for width in self.widths])
+        weights = self.target.apply({"params": params["target"]}, method=Decoder.commit_weights)
+        kept = kept.replace(rows=give_weights(kept.rows, weights))
+        width = jnp.broadcast_to(jnp.asarray(self.widths, jnp.int32)[chosen], state.rounds.shape)
+        state = state.replace(
+            widths=write_rows(state.widths, width[:, None], state.rounds),
+            calibration=observe(state.calibration, self.widths, chosen, promised, kept.walk, ~state.done),
+        )
+        return self.commit(params, request, state, kept)
 
     def advance(self, params: Any, request: Request, state: DecodeState, max_rounds: jax.Array) -> DecodeState:
         """Rounds until every slot is done, `max_rounds` [] int32 at most."""
@@ -172,6 +226,15 @@ class DecodeLoop:
             return rounds + 1, self.decode_round(params, request, state)
 
         return lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]
+
+    def _propose(self, params, state):
+        return self.proposer.propose(params["drafter"], params["target"], state.drafter_cache, state.root)
+
+    def _choose(self, request, state, tree):
+        """(index of the width to verify, promises of the segments)."""
+        promised = promises(tree, self.widths, ~state.done)
+        length = state.target_cache.length
+        return best_width(promised, state.calibration, request.costs, length, ~state.done), promised
 
     def _absorb(self, params, drafter_cache, rows):
         return self.proposer.absorb(params["drafter"], params["target"], drafter_cache, rows)

@@ -8,6 +8,7 @@ import numbers
 from collections.abc import Sequence
 
 from ddtree_jax.config import (
+    AUTO,
     MAX_NODES,
     METHODS,
     DecodeConfig,
@@ -101,10 +102,22 @@ def check_config(config: DecodeConfig, target: TargetConfig, drafter: DraftConfi
         )
         check_fits(drafter, target)
     low = 2 if method.has_width else 1
+    if c.num_nodes == AUTO:
+        _check(
+            method.best_first or not method.has_width,
+            f"num_nodes {AUTO!r} needs a method whose nodes come in order of probability "
+            f"({', '.join(name for name, m in METHODS.items() if m.best_first)}); found method {c.method!r}",
+        )
+    else:
+        _check(
+            _is_int(c.num_nodes, low, MAX_NODES),
+            f"num_nodes must be {low}..{MAX_NODES}, root included, or {AUTO!r}; found {c.num_nodes!r}",
+        )
     _check(
-        _is_int(c.num_nodes, low, MAX_NODES),
-        f"num_nodes must be {low}..{MAX_NODES}, root included; found {c.num_nodes!r}",
-    )
+        _is_list(c.widths) and bool(c.widths) and all(_is_int(n, 2, MAX_NODES) for n in c.widths)
+        and list(c.widths) == sorted(set(c.widths)),
+        f"widths must rise, each 2..{MAX_NODES}, root included; found {c.widths!r}",
+    )  # fmt: skip
     if c.draft_depth is not None:
         most = drafter.max_depth if method.needs_drafter else MAX_NODES - 1
         _check(_is_int(c.draft_depth, 1, most), f"draft_depth must be 1..{most}; found {c.draft_depth!r}")
@@ -160,7 +173,7 @@ def static_choices(config: DecodeConfig, drafter: DraftConfig) -> Choices:
 def make_proposer(config: DecodeConfig, target: Decoder, drafter: DraftConfig | None) -> Proposer:
     """The proposer of a method. Raises as `check_config` does."""
     check_config(config, target.config, drafter)
-    method, num_nodes = METHODS[config.method].same_as or config.method, int(config.num_nodes)
+    method, num_nodes = METHODS[config.method].same_as or config.method, _widest(config)
     if method == "autoregressive":
         return NoDraft()
     if method in ("lookup", "lookup_tree"):
@@ -180,10 +193,14 @@ def make_proposer(config: DecodeConfig, target: Decoder, drafter: DraftConfig | 
     return StepProposer(target=target, config=drafter, growth=growth)
 
 
+def _widest(config: DecodeConfig) -> int:
+    return int(config.widths[-1] if config.num_nodes == AUTO else config.num_nodes)
+
+
 def _shape(method: str, config: DecodeConfig, drafter: DrafterConfig) -> Shape:
     if method == "static_tree":
         return Static(static_choices(config, drafter))
-    return MostProbable(int(config.num_nodes)) if method == "ddtree" else Chain()
+    return MostProbable(_widest(config)) if method == "ddtree" else Chain()
 
 
 def make_plan(
@@ -207,9 +224,16 @@ def make_plan(
     prompt_rows = -(-prompt_rows // chunk) * chunk
     limits = tuple(min(config.max_new_tokens, capacity - length) for length in prompt_lengths)
     rows = max(capacity + proposer.max_path, prompt_rows)
+    choose = config.num_nodes == AUTO and METHODS[config.method].best_first
     stops = target.stop_token_ids if config.stop_token_ids is None else config.stop_token_ids
     return Plan(
-        loop=DecodeLoop(target=decoder, proposer=proposer, sample=config.temperature > 0, chunk=chunk),
+        loop=DecodeLoop(
+            target=decoder,
+            proposer=proposer,
+            sample=config.temperature > 0,
+            chunk=chunk,
+            widths=tuple(map(int, config.widths)) if choose else (),
+        ),
         batch=config.batch_size or min(MAX_DEFAULT_BATCH, count),
         prompt_rows=prompt_rows,
         cache_rows=-(-rows // ROW_TILE) * ROW_TILE,

@@ -9,6 +9,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from ddtree_jax.decode.width import Calibration, RoundCosts
 from ddtree_jax.models.cache import KVCache
 
 
@@ -21,12 +22,14 @@ class Request:
       seeds: [B] uint32.
       stop_tokens: [W] int32, padded with -1.
       temperature: [] float32.
+      costs: of a round at each width, where the loop chooses among several; else None.
     """
 
     limit: jax.Array
     seeds: jax.Array
     stop_tokens: jax.Array
     temperature: jax.Array
+    costs: RoundCosts | None = None
 
 
 @flax.struct.dataclass
@@ -42,6 +45,8 @@ class DecodeState:
       accepted: [B, O] int32, tokens committed by each round, entries at and past `rounds` undefined.
       rounds: [B] int32, rounds that a slot took part in.
       done: [B] bool.
+      widths: [B, O] int32, nodes verified by each round, as `accepted`; None where all rounds have the same width.
+      calibration: what the drafter's promises have been worth; None likewise.
     """
 
     target_cache: KVCache
@@ -52,6 +57,8 @@ class DecodeState:
     accepted: jax.Array
     rounds: jax.Array
     done: jax.Array
+    widths: jax.Array | None = None
+    calibration: Calibration | None = None
 
 
 def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from ddtree_jax.config import AUTO
 from ddtree_jax.evaluation.summary import overall
 
-_LINES = {"ddtree": "-", "static_tree": "--", "lookup_tree": "-."}
+_LINES = {"ddtree": "-", "eagle2": "-", "static_tree": "--", "lookup_tree": "-."}
 _CHAINS = {"dflash": ":", "best_path": ":", "lookup": (0, (1, 4))}
 
 
@@ -17,12 +18,17 @@ def plot_all(rows: Sequence[dict], folder: str | Path) -> list[Path]:
     shown = overall(rows)
     folder = Path(folder)
     paths = [_histogram(shown, folder / "histogram.png"), _by_depth(shown, folder / "acceptance_by_depth.png")]
-    if any(r["num_nodes"] is not None for r in rows):  # trees, so widths to plot over
+    if any(_has_width(r) for r in rows):  # trees, so widths to plot over
         paths += [
             _over_width(rows, folder / "accepted_length.png", "accepted", "mean accepted length"),
             _over_width(rows, folder / "tokens_per_second.png", "tokens_per_second", "tokens/s"),
         ]
     return paths
+
+
+def _has_width(row: dict) -> bool:
+    """Whether a row belongs at one place of an axis of widths."""
+    return isinstance(row["num_nodes"], int)
 
 
 def _figure():
@@ -39,14 +45,16 @@ def _over_width(rows, path, key, label):
     for index, name in enumerate(dict.fromkeys(r["set"] for r in rows)):
         style = dict(color=f"C{index}", linewidth=2.5 if name == "all" else 1)
         here = [r for r in rows if r["set"] == name and r[key] is not None]
-        for method in dict.fromkeys(r["method"] for r in here if r["num_nodes"] is not None):
-            trees = sorted((r["num_nodes"], r[key]) for r in here if r["method"] == method)
+        for method in dict.fromkeys(r["method"] for r in here if _has_width(r)):
+            trees = sorted((r["num_nodes"], r[key]) for r in here if r["method"] == method and _has_width(r))
             axes.plot(*zip(*trees), marker="o", linestyle=_LINES[method], label=f"{name}, {method}", **style)
         for row in here:
-            if row["method"] in _CHAINS:
+            if row["num_nodes"] == AUTO:
+                axes.axhline(row[key], linestyle="-.", **style)
+            elif row["method"] in _CHAINS:
                 axes.axhline(row[key], linestyle=_CHAINS[row["method"]], **style)
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("tree width N, root included (dotted: chains; widely: look-up)")
+    axes.set_xlabel("tree width N, root included (dotted: chains; widely: look-up; dot-dashed: auto)")
     axes.set_ylabel(label)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize="small")

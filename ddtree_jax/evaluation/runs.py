@@ -208,6 +208,7 @@ def _run_group(target, drafter, variant: Variant, base: DecodeConfig, group: Seq
             "text": out.text[i] if out.text is not None else "",
             "finish_reason": out.finish_reasons[i],
             "accepted_lengths": out.accepted_lengths[i],
+            **({} if out.widths is None else {"widths": out.widths[i]}),
             # Of its group: prompts are decoded batch_size at a time.
             "seconds": out.seconds * len(out.tokens[i]) / sum(map(len, out.tokens)),
         }

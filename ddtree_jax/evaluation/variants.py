@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 from collections.abc import Sequence
 
-from ddtree_jax.config import METHODS, DecodeConfig
+from ddtree_jax.config import AUTO, METHODS, DecodeConfig
 from ddtree_jax.decode.plan import static_choices
 from ddtree_jax.loading import Drafter, Target
 from ddtree_jax.tree import PRESETS, Choices
@@ -16,12 +16,12 @@ class Variant:
 
     Attributes:
       method: a key of METHODS.
-      num_nodes: N, root included; None for methods without a width.
+      num_nodes: N, root included, or "auto"; None for methods without a width.
       tree_choices: of a static tree.
     """
 
     method: str
-    num_nodes: int | None = None
+    num_nodes: int | str | None = None
     tree_choices: Choices | None = None
 
     @property
@@ -41,13 +41,13 @@ class Variant:
 
 def variants(
     methods: Sequence[str],
-    widths: Sequence[int],
+    widths: Sequence[int | str],
     trees: Sequence[str | Choices | None],
     base: DecodeConfig,
     target: Target,
     drafter: Drafter | None,
 ) -> list[Variant]:
-    """Each method once, methods with a width once a width, static trees once a tree.
+    """Each method once, methods with a width once a width, static trees once a tree; "auto" where it can be had.
 
     Raises ValueError on an unknown method, on a tree that does not fit and on one without a drafter.
     """
@@ -63,7 +63,8 @@ def variants(
                 choices = static_choices(config, drafter.config)
                 found.append(Variant(name, 1 + len(choices), choices))
         elif METHODS[name].has_width:
-            found += [Variant(name, width) for width in widths]
+            # Of several methods some can choose their width and some cannot; one alone is refused by its plan.
+            found += [Variant(name, n) for n in widths if n != AUTO or METHODS[name].best_first or len(methods) == 1]
         else:
             found.append(Variant(name))
     return list(dict.fromkeys(found))

@@ -1,10 +1,12 @@
 """Caches of targets and drafters: plain pytrees, passed in and returned.
 
 An attention layer keeps keys and values of every committed token, a recurrent layer one state (`models.recurrent`);
-`empty`, `append_rows` and `commit_path` hide the difference from the decode loop.
+`empty`, `append_rows`, `path_rows` and `commit_rows` hide the difference from the decode loop.
 
 Shape letters: B slots, K key/value heads, C rows, D head_dim, N tokens of a pass, P rows committed at most.
 """
+
+from collections.abc import Callable, Sequence
 
 import flax.struct
 import jax
@@ -12,8 +14,8 @@ import jax.numpy as jnp
 
 from ddtree_jax.config import DraftConfig, TargetConfig
 from ddtree_jax.models import recurrent
-from ddtree_jax.models.recurrent import RecurrentRows, RecurrentState
-from ddtree_jax.tree import move_path_rows, write_rows
+from ddtree_jax.models.recurrent import RecurrentRows, RecurrentState, RecurrentWeights
+from ddtree_jax.tree import gather_path, gather_path_rows, write_rows
 
 # What a pass leaves of each layer: (keys, values), each [B, K, N, D], or the rows of a recurrent layer.
 TreeKV = tuple[tuple[jax.Array, jax.Array] | RecurrentRows, ...]
@@ -49,32 +51,48 @@ class KVCache:
         return cls(keys=make(), values=make(), length=jnp.zeros((batch,), jnp.int32), recurrent=state)
 
 
-def _by_kind(rows: TreeKV) -> tuple[list[tuple[jax.Array, jax.Array]], list[RecurrentRows]]:
-    """The rows of attention layers and of recurrent layers, each in order."""
-    recurrent_rows = [r for r in rows if isinstance(r, RecurrentRows)]
-    return [r for r in rows if not isinstance(r, RecurrentRows)], recurrent_rows
+def path_rows(tree_kv: TreeKV, path: jax.Array) -> TreeKV:
+    """What a pass leaves of the nodes of `path` [B, P] int32, in path order."""
+
+    def of_path(rows):
+        if isinstance(rows, RecurrentRows):
+            return rows.replace(inputs=gather_path(rows.inputs, path))
+        return tuple(gather_path_rows(x, path) for x in rows)
+
+    return tuple(of_path(rows) for rows in tree_kv)
 
 
-def commit_path(cache: KVCache, tree_kv: TreeKV, path: jax.Array, count: jax.Array) -> KVCache:
-    """Appends the rows of the accepted nodes.
+def take_weights(rows: TreeKV) -> TreeKV:
+    """Rows without the weights of recurrent layers: outputs of a branch are copied, and weights need no copy."""
+    return tuple(r.replace(weights=None) if isinstance(r, RecurrentRows) else r for r in rows)
 
-    Args:
-      cache: C must exceed every live length by at least P rows, so that no write is clamped.
-      tree_kv: what the pass just verified leaves of each layer.
-      path: [B, P] int32, node indices in order of depth.
-      count: [B] int32, how many entries of `path` are live (0 leaves a slot as it was).
+
+def give_weights(rows: TreeKV, weights: Sequence[RecurrentWeights]) -> TreeKV:
+    """Undoes `take_weights`; `weights` of the recurrent layers in order."""
+    own = iter(weights)
+    return tuple(r.replace(weights=next(own)) if isinstance(r, RecurrentRows) else r for r in rows)
+
+
+def commit_rows(cache: KVCache, rows: TreeKV, count: jax.Array) -> KVCache:
+    """Appends the first `count` [B] of a path's P rows (0 leaves a slot as it was).
+
+    All P rows of keys and values are written: C must exceed every live length by at least P, so that no write is
+    clamped. Recurrent states are moved token by token (`recurrent.replay`).
     """
-    kv, rows = _by_kind(tree_kv)
-    keys = tuple(move_path_rows(c, t[0], path, cache.length) for c, t in zip(cache.keys, kv, strict=True))
-    values = tuple(move_path_rows(c, t[1], path, cache.length) for c, t in zip(cache.values, kv, strict=True))
-    state = recurrent.append_path(cache.recurrent, rows, path, count) if rows else None
-    return KVCache(keys=keys, values=values, length=cache.length + count, recurrent=state)
+    return _append(cache, rows, count, recurrent.replay)
 
 
 def append_rows(cache: KVCache, rows: TreeKV, count: jax.Array) -> KVCache:
     """Appends the rows of consecutive tokens; `count` [B] of them are live, the rest lie past the new length."""
-    kv, recurrent_rows = _by_kind(rows)
-    keys = tuple(write_rows(c, t[0], cache.length) for c, t in zip(cache.keys, kv, strict=True))
-    values = tuple(write_rows(c, t[1], cache.length) for c, t in zip(cache.values, kv, strict=True))
-    state = recurrent.append(cache.recurrent, recurrent_rows, count) if recurrent_rows else None
-    return KVCache(keys=keys, values=values, length=cache.length + count, recurrent=state)
+    return _append(cache, rows, count, recurrent.append)
+
+
+def _append(cache: KVCache, rows: TreeKV, count: jax.Array, recurrence: Callable) -> KVCache:
+    recurrent_rows = [r for r in rows if isinstance(r, RecurrentRows)]
+    kv = [r for r in rows if not isinstance(r, RecurrentRows)]
+    return KVCache(
+        keys=tuple(write_rows(c, k, cache.length) for c, (k, _) in zip(cache.keys, kv, strict=True)),
+        values=tuple(write_rows(c, v, cache.length) for c, (_, v) in zip(cache.values, kv, strict=True)),
+        length=cache.length + count,
+        recurrent=recurrence(cache.recurrent, recurrent_rows, count) if recurrent_rows else None,
+    )

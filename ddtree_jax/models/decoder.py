@@ -19,7 +19,7 @@ from ddtree_jax.models.cache import KVCache, TreeKV
 from ddtree_jax.models.gated_delta import GatedDeltaNet
 from ddtree_jax.models.layers import MLP, Linear, RMSNorm, linear, split_heads
 from ddtree_jax.models.moe import MoE
-from ddtree_jax.models.recurrent import conv_rows
+from ddtree_jax.models.recurrent import RecurrentWeights, conv_rows
 from ddtree_jax.models.rope import apply_rope, rope_tables
 from pallas_kernels.tree_attention import tree_attention
 
@@ -149,6 +149,10 @@ class Decoder(nn.Module):
         """[..., E] -> [..., V] float32, accumulated in float32."""
         weight = (self.embed if self.config.tie_embeddings else self.lm_head).weight
         return linear(hidden, weight, out_dtype=jnp.float32)
+
+    def commit_weights(self) -> tuple[RecurrentWeights, ...]:
+        """Of each recurrent layer, what `RecurrentRows` carries for a commit."""
+        return tuple(self.layers[i].linear_attn.commit_weights() for i in self.config.delta_layers)
 
     def _touch(self, tokens, positions, ancestors, cache):
         """Runs every parameter once, for `init`."""

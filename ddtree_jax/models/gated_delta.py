@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ddtree_jax.config import TargetConfig
 from ddtree_jax.models.layers import Linear, RMSNorm, split_heads
-from ddtree_jax.models.recurrent import RecurrentRows, RecurrentState, gates, short_conv, unit
+from ddtree_jax.models.recurrent import RecurrentRows, RecurrentState, RecurrentWeights, gates, short_conv, unit
 from ddtree_jax.tree import gather_path
 from pallas_kernels.gated_delta_tree import gated_delta_tree
 
@@ -57,10 +57,10 @@ class GatedDeltaNet(nn.Module):
         unit_dtype = dtype if dtype == jnp.bfloat16 else jnp.float32
         channels, heads = d.conv_channels, d.num_value_heads
         inputs, z = jnp.split(self.in_proj(x), (channels + 2 * heads,), axis=-1)
-        conv_weight = self.conv1d[:, 0]
+        weights = self.commit_weights()
         line = jnp.concatenate([memory.window[layer], inputs[..., :channels]], axis=1)
         taps = [gather_path(line, conv_rows[..., t]) for t in range(d.conv_kernel)]
-        mixed = short_conv(taps, conv_weight[None, None])
+        mixed = short_conv(taps, weights.conv_weight[None, None])
         q, k, v = jnp.split(mixed, (d.key_size, 2 * d.key_size), axis=-1)
         log_decay, beta = gates(inputs[..., channels:], self.decay_rate_log[None, None], self.decay_bias[None, None])
         out = gated_delta_tree(
@@ -70,5 +70,8 @@ class GatedDeltaNet(nn.Module):
         )  # fmt: skip
         gate = jax.nn.silu(split_heads(z, heads).astype(jnp.float32))
         gated = (self.norm(out).astype(jnp.float32) * gate).astype(dtype)
-        rows = RecurrentRows(inputs, conv_weight, self.decay_rate_log, self.decay_bias)
-        return self.out_proj(gated.reshape(*x.shape[:2], -1)), rows
+        return self.out_proj(gated.reshape(*x.shape[:2], -1)), RecurrentRows(inputs, weights)
+
+    def commit_weights(self) -> RecurrentWeights:
+        """What a commit of this layer reads of the parameters."""
+        return RecurrentWeights(self.conv1d[:, 0], self.decay_rate_log, self.decay_bias)

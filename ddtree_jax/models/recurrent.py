@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 from ddtree_jax.config import DeltaConfig
-from ddtree_jax.tree import gather_path
 from pallas_kernels.gated_delta_tree import gated_delta_fold, gated_delta_replay
 
 _L2_EPS = 1e-6
@@ -45,19 +44,30 @@ class RecurrentState:
 
 
 @flax.struct.dataclass
-class RecurrentRows:
-    """What a pass leaves of one recurrent layer. The layer's weights ride along, so that a commit needs no module.
+class RecurrentWeights:
+    """The weights of one recurrent layer that a commit reads.
 
     Attributes:
-      inputs: [B, N, C + 2 Hv], projections before the convolution: queries, keys, values, write strengths, decays.
       conv_weight: [C, W], the newest tap last.
       decay_rate_log, decay_bias: [Hv] float32 (`A_log`, `dt_bias`).
     """
 
-    inputs: jax.Array
     conv_weight: jax.Array
     decay_rate_log: jax.Array
     decay_bias: jax.Array
+
+
+@flax.struct.dataclass
+class RecurrentRows:
+    """What a pass leaves of one recurrent layer.
+
+    Attributes:
+      inputs: [B, N, C + 2 Hv], projections before the convolution: queries, keys, values, write strengths, decays.
+      weights: of the layer; they ride along, so that a commit needs no module. None where they travel apart.
+    """
+
+    inputs: jax.Array
+    weights: RecurrentWeights | None
 
 
 def parents(ancestors: jax.Array) -> jax.Array:
@@ -134,34 +144,31 @@ def gates(strength_decay: jax.Array, rate_log: jax.Array, bias: jax.Array) -> tu
 
 def append(state: RecurrentState, rows: Sequence[RecurrentRows], count: jax.Array) -> RecurrentState:
     """Moves the state over the first `count` [B] rows of a pass over consecutive tokens (a chunk of a prompt)."""
-    return _advance(gated_delta_fold, state, [r.inputs for r in rows], rows, count)
+    return _advance(gated_delta_fold, state, rows, count)
 
 
-def append_path(
-    state: RecurrentState, rows: Sequence[RecurrentRows], path: jax.Array, count: jax.Array
-) -> RecurrentState:
-    """Moves the state over the first `count` [B] nodes of `path` [B, R], one token after the other."""
-    return _advance(gated_delta_replay, state, [gather_path(r.inputs, path) for r in rows], rows, count)
+def replay(state: RecurrentState, rows: Sequence[RecurrentRows], count: jax.Array) -> RecurrentState:
+    """`append` for the few rows of an accepted path: one token after the other, in float32."""
+    return _advance(gated_delta_replay, state, rows, count)
 
 
 def _advance(
-    recurrence: Callable, state: RecurrentState, inputs: list[jax.Array], weights: Sequence[RecurrentRows], count
+    recurrence: Callable, state: RecurrentState, rows: Sequence[RecurrentRows], count: jax.Array
 ) -> RecurrentState:
-    """`inputs`: a layer's [B, R, C + 2 Hv] each. A count of 0 leaves every bit of a slot."""
+    """A count of 0 leaves every bit of a slot."""
     kernel, channels = state.window.shape[2] + 1, state.window.shape[3]
     value_heads, key_dim, value_dim = state.states.shape[2:]
     values = value_heads * value_dim
     keys = (channels - values) // 2
-    inputs = jnp.stack(inputs)  # [M, B, R, C + 2 Hv]
+    inputs = jnp.stack([r.inputs for r in rows])  # [M, B, R, C + 2 Hv]
     number = inputs.shape[2]
-    per_layer = [jnp.stack([getattr(w, f) for w in weights]) for f in ("conv_weight", "decay_rate_log", "decay_bias")]
-    conv_weight, rate_log, bias = (x[:, None, None] for x in per_layer)
+    weights = jax.tree.map(lambda *layers: jnp.stack(layers)[:, None, None], *[r.weights for r in rows])
 
     line = jnp.concatenate([state.window, inputs[..., :channels]], axis=2)
     # Queries are of no use to a state.
     taps = [line[:, :, t : t + number, keys:] for t in range(kernel)]
-    k, v = jnp.split(short_conv(taps, conv_weight[..., keys:, :]), (keys,), axis=-1)
-    log_decay, beta = gates(inputs[..., channels:], rate_log, bias)
+    k, v = jnp.split(short_conv(taps, weights.conv_weight[..., keys:, :]), (keys,), axis=-1)
+    log_decay, beta = gates(inputs[..., channels:], weights.decay_rate_log, weights.decay_bias)
     states = recurrence(
         unit(k.reshape(*k.shape[:3], -1, key_dim)), v.reshape(*v.shape[:3], value_heads, value_dim),
         log_decay, beta, state.states, count,

@@ -5,9 +5,17 @@ from ddtree_jax.tree.best_static import best_static_tree, rank_hits, replayed_le
 from ddtree_jax.tree.build import build_from_top, build_tree, top_suffices
 from ddtree_jax.tree.chain import chain_tree, root_tree
 from ddtree_jax.tree.choices import PRESETS, Choices, default_choices, parse_choices
-from ddtree_jax.tree.compact import gather_path, move_path_rows, write_rows
+from ddtree_jax.tree.compact import gather_path, gather_path_rows, write_rows
 from ddtree_jax.tree.conditional import conditional_chain, conditional_static_tree, conditional_tree
-from ddtree_jax.tree.draft_tree import DraftTree, ancestor_bits, num_words, static_bits, unpack_ancestors
+from ddtree_jax.tree.draft_tree import (
+    DraftTree,
+    ancestor_bits,
+    first_nodes,
+    num_words,
+    only_first,
+    static_bits,
+    unpack_ancestors,
+)
 from ddtree_jax.tree.draw import format_tree, plot_tree
 from ddtree_jax.tree.pool import tree_from_pool
 from ddtree_jax.tree.select import sorted_largest, top_tokens
@@ -30,10 +38,12 @@ __all__ = [
     "conditional_tree",
     "default_choices",
     "fill_layout",
+    "first_nodes",
     "format_tree",
     "gather_path",
-    "move_path_rows",
+    "gather_path_rows",
     "num_words",
+    "only_first",
     "parse_choices",
     "plot_tree",
     "rank_hits",

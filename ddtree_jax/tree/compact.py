@@ -32,8 +32,26 @@ def gather_path(x: jax.Array, path: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, index, axis=1, mode="clip")
 
 
-def move_path_rows(cache_rows: jax.Array, tree_rows: jax.Array, path: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Appends the path's rows of the tree's own buffer to the cache.
+def gather_path_rows(tree_rows: jax.Array, path: jax.Array) -> jax.Array:
+    """`gather_path` for keys or values.
+
+    Args:
+      tree_rows: [B, K, N, D] of the verified nodes.
+      path: [B, P] int32 node indices (`Acceptance.path`).
+
+    Returns:
+      [B, K, P, D] of the same dtype.
+
+    Raises:
+      ValueError: ranks or batch sizes that do not match.
+    """
+    if tree_rows.ndim != 4 or path.ndim != 2 or path.shape[0] != tree_rows.shape[0]:
+        raise ValueError(f"expected tree_rows [B, K, N, D] and path [B, P], got {tree_rows.shape} and {path.shape}")
+    return jnp.take_along_axis(tree_rows, path[:, None, :, None], axis=2, mode="clip")
+
+
+def write_rows(cache_rows: jax.Array, rows: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Appends rows to a cache of keys or values.
 
     Always P rows are written, at rows `lengths[b]` .. `lengths[b] + P - 1` of slot b, so that shapes stay static. Rows
     past the accepted length repeat the last accepted node; they lie beyond the cache's new live length and the next
@@ -42,9 +60,8 @@ def move_path_rows(cache_rows: jax.Array, tree_rows: jax.Array, path: jax.Array,
 
     Args:
       cache_rows: [B, K, C, D] keys or values of the committed text.
-      tree_rows: [B, K, N, D] the same of the verified nodes; same dtype.
-      path: [B, P] int32 node indices (`Acceptance.path`).
-      lengths: [B] int32 live rows of the cache before this commit.
+      rows: [B, K, P, D] the same of the tokens to append; same dtype.
+      lengths: [B] int32 live rows of the cache before.
 
     Returns:
       The new cache, [B, K, C, D]. Donate the old one to have it written in place.
@@ -52,28 +69,15 @@ def move_path_rows(cache_rows: jax.Array, tree_rows: jax.Array, path: jax.Array,
     Raises:
       ValueError: shapes or dtypes that do not match, or P > C.
     """
-    if cache_rows.ndim != 4 or tree_rows.ndim != 4 or path.ndim != 2:
-        raise ValueError(
-            "expected cache_rows [B, K, C, D], tree_rows [B, K, N, D] and path [B, P], "
-            f"got {cache_rows.shape}, {tree_rows.shape} and {path.shape}"
-        )
+    if cache_rows.ndim != 4 or rows.ndim != 4:
+        raise ValueError(f"expected [B, K, C, D] and rows [B, K, P, D], got {cache_rows.shape} and {rows.shape}")
     batch, heads, capacity, head_dim = cache_rows.shape
-    expected = (batch, heads, tree_rows.shape[2], head_dim)
-    if tree_rows.shape != expected or path.shape[0] != batch or lengths.shape != (batch,):
-        raise ValueError(
-            f"cache_rows {cache_rows.shape} does not fit tree_rows {tree_rows.shape}, path {path.shape} "
-            f"and lengths {lengths.shape}"
-        )
-    if cache_rows.dtype != tree_rows.dtype:
-        raise ValueError(f"cache_rows and tree_rows must have one dtype, got {cache_rows.dtype}, {tree_rows.dtype}")
-    if path.shape[1] > capacity:
-        raise ValueError(f"a path of {path.shape[1]} rows does not fit a cache of {capacity}")
-    rows = jnp.take_along_axis(tree_rows, path[:, None, :, None], axis=2, mode="clip")  # [B, K, P, D]
-    return write_rows(cache_rows, rows, lengths)
-
-
-def write_rows(cache_rows: jax.Array, rows: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Writes rows [B, K, P, D] into cache_rows [B, K, C, D] from row `lengths[b]` on; needs C >= lengths + P."""
+    if rows.shape != (batch, heads, rows.shape[2], head_dim) or lengths.shape != (batch,):
+        raise ValueError(f"cache_rows {cache_rows.shape} does not fit rows {rows.shape} and lengths {lengths.shape}")
+    if cache_rows.dtype != rows.dtype:
+        raise ValueError(f"cache_rows and rows must have one dtype, got {cache_rows.dtype}, {rows.dtype}")
+    if rows.shape[2] > capacity:
+        raise ValueError(f"{rows.shape[2]} rows do not fit a cache of {capacity}")
 
     def write(cache: jax.Array, new: jax.Array, length: jax.Array) -> jax.Array:
         start = jnp.zeros_like(length)

@@ -76,6 +76,33 @@ def unpack_ancestors(tree: DraftTree) -> jax.Array:
     return unpack_bits(tree.ancestors, tree.num_nodes)
 
 
+def first_nodes(tree: DraftTree, width: int) -> DraftTree:
+    """The tree of the first `width` nodes (static, 1..N): parents come first, so none is cut off."""
+    return DraftTree(
+        tokens=tree.tokens[:, :width],
+        parent=tree.parent[:, :width],
+        depth=tree.depth[:, :width],
+        log_prob=tree.log_prob[:, :width],
+        size=jnp.minimum(tree.size, width),
+        ancestors=tree.ancestors[:, :width, : num_words(width)],
+    )
+
+
+def only_first(tree: DraftTree, count: jax.Array) -> DraftTree:
+    """`first_nodes` of a number [] int32 known only on the device: the others become padding."""
+    num_nodes = tree.num_nodes
+    live = jnp.arange(num_nodes, dtype=jnp.int32)[None] < count
+    alone = jnp.asarray(static_bits(np.eye(num_nodes, dtype=bool)))[None]
+    return DraftTree(
+        tokens=jnp.where(live, tree.tokens, 0),
+        parent=jnp.where(live, tree.parent, 0),
+        depth=jnp.where(live, tree.depth, 0),
+        log_prob=jnp.where(live, tree.log_prob, -jnp.inf),
+        size=jnp.minimum(tree.size, count),
+        ancestors=jnp.where(live[:, :, None], tree.ancestors, alone),
+    )
+
+
 def ancestor_bits(parent: jax.Array, size: jax.Array, max_depth: int) -> jax.Array:
     """Packed ancestor-or-self bits of every node, by pointer doubling.
 

@@ -9,8 +9,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+import ddtree_jax as dt
+from ddtree_jax.decode import run as device
+from ddtree_jax.decode.plan import make_plan
 from ddtree_jax.decode.proposers import Shape
 from ddtree_jax.models.selector import log_conditionals
+from ddtree_jax.prepare import inputs
 from ddtree_jax.tree import top_tokens
 
 
@@ -77,3 +81,23 @@ class Scripted:
 
     def absorb(self, params, target_params, cache, rows):
         return cache + rows.count
+
+
+def scripted_run(target, proposer, scripts, temperature, prompts, seeds, widths=(), costs=None, **settings):
+    """`generate` with a proposer of the test's own: (tokens of each prompt, the last state)."""
+    config = dt.DecodeConfig(method="autoregressive", temperature=temperature, seed=seeds[: len(prompts)], **settings)
+    plan = make_plan(config, target.config, None, [len(p) for p in prompts])
+    plan = dataclasses.replace(
+        plan,
+        loop=dataclasses.replace(plan.loop, proposer=proposer),
+        cache_rows=plan.cache_rows + 128,
+        output_rows=plan.output_rows + proposer.max_path,
+        batch=len(prompts),
+    )
+    params, request, prompt, lengths, _ = inputs(target, dt.Drafter(None, None), plan, prompts, 0, temperature)
+    loop = dataclasses.replace(plan.loop, widths=widths)
+    state = device.empty_state(loop, plan.batch, plan.cache_rows, plan.output_rows)
+    params = {"target": target.params, "drafter": jnp.asarray(scripts)}
+    state = jax.device_get(device.run(loop, params, request.replace(costs=costs), prompt, lengths, state))
+    tokens = [state.tokens[i, : state.num_tokens[i]].tolist() for i in range(len(prompts))]
+    return tokens, state

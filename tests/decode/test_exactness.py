@@ -7,14 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scripted import Conditional, Scripted
+from scripted import Conditional, Scripted, scripted_run
 
 import ddtree_jax as dt
 from ddtree_jax import testing
-from ddtree_jax.decode import run as device
-from ddtree_jax.decode.plan import make_plan
 from ddtree_jax.decode.proposers import Chain, MostProbable, Static
-from ddtree_jax.prepare import inputs
 from ddtree_jax.tree import PRESETS
 
 PROMPTS = [[3, 1, 4, 1, 5], [9] * 19, [2, 7]]
@@ -194,25 +191,6 @@ def test_capacity_end(pair, reference, method, num_nodes, temperature):
     assert out.finish_reasons == ["length"] * 3
 
 
-def scripted_run(target, proposer, scripts, temperature, prompts, seeds=SEED, **settings):
-    """`generate` with a proposer of the test's own."""
-    config = dt.DecodeConfig(method="autoregressive", temperature=temperature, seed=seeds[: len(prompts)], **settings)
-    plan = make_plan(config, target.config, None, [len(p) for p in prompts])
-    plan = dataclasses.replace(
-        plan,
-        loop=dataclasses.replace(plan.loop, proposer=proposer),
-        cache_rows=plan.cache_rows + 128,
-        output_rows=plan.output_rows + proposer.max_path,
-        batch=len(prompts),
-    )
-    params, request, prompt, lengths, _ = inputs(target, dt.Drafter(None, None), plan, prompts, 0, temperature)
-    state = device.empty_state(plan.loop, plan.batch, plan.cache_rows, plan.output_rows)
-    params = {"target": target.params, "drafter": jnp.asarray(scripts)}
-    state = jax.device_get(device.run(plan.loop, params, request, prompt, lengths, state))
-    tokens = [state.tokens[i, : state.num_tokens[i]].tolist() for i in range(len(prompts))]
-    return tokens, state
-
-
 LONG_PATHS = {  # with the temperatures of the first stage
     (Chain(), 0, ()): TEMPERATURES,
     (Static(PRESETS["eagle-1"]), 1, (60,)): (0.7, 1.0),
@@ -243,7 +221,7 @@ def test_long_paths(pair, reference, shape, rank_spread, stops, temperature):
     for i, (prompt, tokens) in enumerate(zip(PROMPTS, expected)):
         scripts[i, : len(prompt) + len(tokens)] = prompt + tokens
     proposer = Scripted(depth=7, shape=shape, vocab_size=61, rank_spread=rank_spread)
-    tokens, state = scripted_run(target, proposer, scripts, temperature, PROMPTS, **settings)
+    tokens, state = scripted_run(target, proposer, scripts, temperature, PROMPTS, SEED, **settings)
     assert tokens == expected
     lengths = [state.accepted[i, : state.rounds[i]] for i in range(3)]
     longest = max(len(t) for t in tokens)

@@ -38,7 +38,12 @@ def compiled(name: str, taps: tuple[int, ...]):
     return functools.partial(run, model.params)
 
 
-append_rows, commit_path = jax.jit(cache_lib.append_rows), jax.jit(cache_lib.commit_path)
+append_rows = jax.jit(cache_lib.append_rows)
+
+
+@jax.jit
+def commit_path(cache, tree_kv, path, count):
+    return cache_lib.commit_rows(cache, cache_lib.path_rows(tree_kv, path), count)
 
 
 class Runner:

@@ -10,13 +10,13 @@ from ddtree_jax.models import cache as cache_lib
 from ddtree_jax.models import recurrent
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
-from ddtree_jax.models.recurrent import RecurrentRows, RecurrentState
+from ddtree_jax.models.recurrent import RecurrentRows, RecurrentState, RecurrentWeights
 from ddtree_jax.tree import ancestor_bits, static_bits
 
 CONFIG = testing.tiny_hybrid_config()
 LAYERS, BATCH, KERNEL = 3, 2, CONFIG.delta.conv_kernel
 CHANNELS, HEADS = CONFIG.delta.conv_channels, CONFIG.delta.num_value_heads
-append_rows, commit_path = jax.jit(cache_lib.append_rows), jax.jit(cache_lib.commit_path)
+append_rows, commit_rows = jax.jit(cache_lib.append_rows), jax.jit(cache_lib.commit_rows)
 
 
 def random_parents(rng, nodes, size):
@@ -57,9 +57,11 @@ def random_rows(rng, nodes):
     def one():
         return RecurrentRows(
             inputs=jnp.asarray(rng.standard_normal((BATCH, nodes, CHANNELS + 2 * HEADS)), jnp.float32),
-            conv_weight=jnp.asarray(rng.standard_normal((CHANNELS, KERNEL)), jnp.float32),
-            decay_rate_log=jnp.asarray(rng.uniform(-5, 1, HEADS), jnp.float32),
-            decay_bias=jnp.asarray(rng.standard_normal(HEADS), jnp.float32),
+            weights=RecurrentWeights(
+                conv_weight=jnp.asarray(rng.standard_normal((CHANNELS, KERNEL)), jnp.float32),
+                decay_rate_log=jnp.asarray(rng.uniform(-5, 1, HEADS), jnp.float32),
+                decay_bias=jnp.asarray(rng.standard_normal(HEADS), jnp.float32),
+            ),
         )
 
     return [one() for _ in range(LAYERS)]
@@ -93,7 +95,8 @@ def test_a_commit_follows_the_path(count):
     rng = np.random.default_rng(sum(count))
     state, rows = random_state(rng), random_rows(rng, 20)
     path = np.stack([np.sort(rng.choice(20, 9, replace=False)) for _ in range(BATCH)]).astype(np.int32)
-    after = jax.jit(recurrent.append_path)(state, rows, jnp.asarray(path), jnp.asarray(count, jnp.int32))
+    kept = cache_lib.path_rows(rows, jnp.asarray(path))
+    after = jax.jit(recurrent.replay)(state, kept, jnp.asarray(count, jnp.int32))
     window, states = reference(state, rows, path, count)
     np.testing.assert_array_equal(after.window, window.astype(np.float32))
     assert np.linalg.norm(after.states - states) <= 1e-6 * np.linalg.norm(states)
@@ -109,14 +112,13 @@ def test_a_chunk_of_a_prompt_is_a_long_path(count):
     assert np.linalg.norm(after.states - states) <= 1e-6 * np.linalg.norm(states)
 
 
-@pytest.mark.parametrize("kind", ["append", "append_path"])
+@pytest.mark.parametrize("kind", ["append", "replay"])
 def test_a_count_of_zero_leaves_every_bit(kind):
     """Whatever the rows hold: a finished slot's rows are of no text."""
     rng = np.random.default_rng(3)
     state, rows = random_state(rng), random_rows(rng, 8)
     rows = [r.replace(inputs=r.inputs.at[0].set(jnp.nan)) for r in rows]
-    arguments = (jnp.zeros((BATCH, 8), jnp.int32),) if kind == "append_path" else ()
-    after = jax.jit(getattr(recurrent, kind))(state, rows, *arguments, jnp.asarray([0, 3], jnp.int32))
+    after = jax.jit(getattr(recurrent, kind))(state, rows, jnp.asarray([0, 3], jnp.int32))
     np.testing.assert_array_equal(after.window[:, 0], state.window[:, 0])
     np.testing.assert_array_equal(after.states[:, 0], state.states[:, 0])
     assert not np.array_equal(after.states[:, 1], state.states[:, 1])
@@ -176,7 +178,7 @@ def test_a_committed_branch_is_the_text_it_spells(decoder):
     tree = run(jnp.asarray(tokens), jnp.asarray(np.broadcast_to(parent, tokens.shape)), cache)
     rows = np.zeros((BATCH, 24), np.int32) + path[-1]
     rows[:, : len(path)] = path
-    by_tree = commit_path(cache, tree.tree_kv, jnp.asarray(rows), count)
+    by_tree = commit_rows(cache, cache_lib.path_rows(tree.tree_kv, jnp.asarray(rows)), count)
     chain = jnp.asarray(np.maximum(np.arange(24) - 1, 0), jnp.int32)
     line = run(jnp.asarray(tokens[:, rows[0]]), jnp.broadcast_to(chain[None], tokens.shape), cache)
     by_chain = append_rows(cache, line.tree_kv, count)

@@ -3,7 +3,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ddtree_jax.tree import gather_path, move_path_rows
+from ddtree_jax.tree import gather_path, gather_path_rows, write_rows
+
+
+def move(cache, tree_rows, path, lengths):
+    return write_rows(cache, gather_path_rows(tree_rows, path), lengths)
 
 
 def random_paths(rng, slots, num_nodes, length):
@@ -30,7 +34,7 @@ def test_rows_land_after_the_live_ones(slots, num_nodes, length, dtype):
     for slot in range(slots):
         for step in range(length):
             expected[slot, :, lengths[slot] + step] = np.asarray(tree_rows)[slot, :, path[slot, step]]
-    moved = jax.jit(move_path_rows)(cache, tree_rows, path, lengths)
+    moved = jax.jit(move)(cache, tree_rows, path, lengths)
     assert moved.dtype == dtype
     np.testing.assert_array_equal(np.asarray(moved), expected)
 
@@ -40,7 +44,7 @@ def test_the_second_branch_moves_to_the_front():
     tree_rows = jnp.arange(7, dtype=jnp.float32).reshape(1, 1, 7, 1)
     cache = jnp.full((1, 1, 20, 1), -1, jnp.float32)
     path, start = jnp.array([[0, 3, 4, 4]], jnp.int32), jnp.array([11], jnp.int32)
-    moved = np.asarray(move_path_rows(cache, tree_rows, path, start)).ravel()
+    moved = np.asarray(move(cache, tree_rows, path, start)).ravel()
     np.testing.assert_array_equal(moved[11:15], [0, 3, 4, 4])
     assert (np.delete(moved, range(11, 15)) == -1).all()
 
@@ -55,17 +59,19 @@ def test_gather_path(tail):
 
 
 def test_errors():
-    cache, rows = jnp.zeros((2, 3, 8, 4)), jnp.zeros((2, 3, 5, 4))
-    path, lengths = jnp.zeros((2, 2), jnp.int32), jnp.zeros((2,), jnp.int32)
-    with pytest.raises(ValueError, match="expected cache_rows"):
-        move_path_rows(cache[0], rows, path, lengths)
-    with pytest.raises(ValueError, match="does not fit tree_rows"):
-        move_path_rows(cache, rows[:, :2], path, lengths)
+    cache, rows, lengths = jnp.zeros((2, 3, 8, 4)), jnp.zeros((2, 3, 5, 4)), jnp.zeros((2,), jnp.int32)
+    path = jnp.zeros((2, 2), jnp.int32)
+    with pytest.raises(ValueError, match=r"expected \[B, K, C, D\]"):
+        write_rows(cache[0], rows, lengths)
+    with pytest.raises(ValueError, match="does not fit rows"):
+        write_rows(cache, rows[:, :2], lengths)
     with pytest.raises(ValueError, match="lengths"):
-        move_path_rows(cache, rows, path, lengths[:1])
+        write_rows(cache, rows, lengths[:1])
     with pytest.raises(ValueError, match="one dtype"):
-        move_path_rows(cache, rows.astype(jnp.bfloat16), path, lengths)
-    with pytest.raises(ValueError, match="a path of 9 rows"):
-        move_path_rows(cache, rows, jnp.zeros((2, 9), jnp.int32), lengths)
+        write_rows(cache, rows.astype(jnp.bfloat16), lengths)
+    with pytest.raises(ValueError, match="9 rows do not fit"):
+        write_rows(cache, jnp.zeros((2, 3, 9, 4)), lengths)
+    with pytest.raises(ValueError, match="expected tree_rows"):
+        gather_path_rows(rows, path[:1])
     with pytest.raises(ValueError, match="expected x"):
         gather_path(rows, path[:1])

@@ -1,0 +1,104 @@
+"""Width by measurement: how many nodes of its tree a round verifies.
+
+The nodes of a best-first tree come in order of probability, so its first n are the tree of width n. A round drafts the
+widest tree, and verifies the width that promises the most tokens a second: 1 + the probabilities of its nodes, each
+corrected by what came of such promises before, over the measured time of a round of that width. Costs are a staircase
+(whole tiles, whole waves of thread blocks), so all widths are compared. A text never depends on the choice.
+
+Shape letters: B slots, N nodes of the widest tree, W widths, K measured contexts, P rows of a path.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from ddtree_jax.tree import Acceptance, DraftTree
+
+# Of each round's weight in the calibration, what is left a round later; and the drafted tokens' worth of trust in a
+# segment before it was ever tried. A hundred rounds or so are a text; fewer would chase noise.
+_MEMORY = 0.99
+_TRUST = 8.0
+
+
+@flax.struct.dataclass
+class RoundCosts:
+    """What a round takes, by the length of the text and the width of the tree.
+
+    Attributes:
+      contexts: [K] float32, rising, committed tokens.
+      seconds: [K, W] float32; only ratios matter.
+    """
+
+    contexts: jax.Array
+    seconds: jax.Array
+
+    def at(self, context: jax.Array) -> jax.Array:
+        """Seconds [W] at a context [] float32, linear between those that were measured."""
+        return jax.vmap(lambda column: jnp.interp(context, self.contexts, column), in_axes=1)(self.seconds)
+
+
+@flax.struct.dataclass
+class Calibration:
+    """Tokens promised and accepted lately, by segment of the tree: what a width has and the width before it has not.
+
+    Attributes:
+      promised, accepted: [W] float32, sums over rounds that verified the segment, old rounds fading.
+    """
+
+    promised: jax.Array
+    accepted: jax.Array
+
+    @classmethod
+    def empty(cls, widths: Sequence[int]) -> "Calibration":
+        zeros = jnp.zeros((len(widths),), jnp.float32)
+        return cls(zeros, jnp.copy(zeros))
+
+    def rates(self) -> jax.Array:
+        """Accepted tokens for each promised one, [W]; where little is known, as in the segment before."""
+        rates, rate = [], jnp.float32(1)
+        for segment in range(self.promised.shape[0]):
+            rate = (_TRUST * rate + self.accepted[segment]) / (_TRUST + self.promised[segment])
+            rates.append(rate)
+        return jnp.stack(rates)
+
+
+def promises(tree: DraftTree, widths: Sequence[int], active: jax.Array) -> jax.Array:
+    """Expected accepted tokens of each segment by the drafter's own probabilities, summed over active slots, [W]."""
+    probability = jnp.where(active[:, None], jnp.exp(tree.log_prob), 0.0)
+    return jnp.stack([jnp.sum(probability[:, a:b]) for a, b in itertools.pairwise((1, *widths))])
+
+
+def best_width(
+    promised: jax.Array, calibration: Calibration, costs: RoundCosts, length: jax.Array, active: jax.Array
+) -> jax.Array:
+    """Which width to verify, [] int32.
+
+    Args:
+      promised: [W] float32 (`promises`).
+      calibration, costs: of W widths.
+      length: [B] int32, committed tokens.
+      active: [B] bool, slots that still decode.
+    """
+    slots = jnp.sum(active, dtype=jnp.float32)
+    tokens = slots + jnp.cumsum(calibration.rates() * promised)
+    context = jnp.sum(jnp.where(active, length, 0)).astype(jnp.float32) / jnp.maximum(slots, 1.0)
+    return jnp.argmax(tokens / costs.at(context)).astype(jnp.int32)
+
+
+def observe(
+    calibration: Calibration, widths: Sequence[int], chosen: jax.Array, promised: jax.Array, walk: Acceptance,
+    active: jax.Array,
+) -> Calibration:  # fmt: skip
+    """The calibration after a round that verified width number `chosen` [] and accepted `walk`."""
+    step = jnp.arange(1, walk.path.shape[1], dtype=jnp.int32)[None]
+    accepted = (step < walk.length[:, None]) & active[:, None]
+    node = walk.path[:, 1:]
+    taken = [accepted & (node >= a) & (node < b) for a, b in itertools.pairwise((1, *widths))]
+    tried = jnp.arange(len(widths), dtype=jnp.int32) <= chosen
+    return Calibration(
+        promised=_MEMORY * calibration.promised + jnp.where(tried, promised, 0.0),
+        accepted=_MEMORY * calibration.accepted + jnp.stack([jnp.sum(t, dtype=jnp.float32) for t in taken]),
+    )

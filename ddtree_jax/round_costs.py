@@ -1,0 +1,139 @@
+"""What a round takes at each width: measured once a setting, kept on disk.
+
+The loop that will decode is timed itself: with a cost table that makes one width free, every round takes that width.
+Caches are filled with noise up to the context asked for, so that no prompt has to be read.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ddtree_jax.decode import run as device
+from ddtree_jax.decode.loop import DecodeLoop
+from ddtree_jax.decode.plan import Plan
+from ddtree_jax.decode.state import DecodeState, Request
+from ddtree_jax.decode.width import RoundCosts
+from ddtree_jax.files import write_whole
+
+CACHE_VARIABLE = "DDTREE_JAX_CACHE"
+_REPEATS = 3
+_MOST_ROUNDS = 8
+_PROHIBITIVE = 1e9
+_FORMAT = 1
+
+_known: dict[str, RoundCosts] = {}
+
+
+def round_costs(plan: Plan, params: Any) -> RoundCosts:
+    """Seconds of a round at each of the loop's widths, as host arrays; measured if no table of them is on disk.
+
+    A table holds for one loop (models, methods, widths), batch, cache size, device and version of JAX. They are in
+    `$DDTREE_JAX_CACHE`, else `$XDG_CACHE_HOME/ddtree_jax`, else `~/.cache/ddtree_jax`; a file that cannot be read
+    counts as missing.
+    """
+    setting = {
+        "format": _FORMAT,
+        "loop": repr(plan.loop),
+        "batch": plan.batch,
+        "cache_rows": plan.cache_rows,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
+    key = hashlib.sha256(json.dumps(setting).encode()).hexdigest()[:24]
+    if key not in _known:
+        path = _folder() / "round_costs" / f"{key}.json"
+        costs = _read(path, len(plan.loop.widths))
+        if costs is None:
+            costs = measure(plan, params)
+            _write(path, setting, costs)
+        _known[key] = costs
+    return _known[key]
+
+
+def measure(plan: Plan, params: Any) -> RoundCosts:
+    """Times rounds of each width at a short and at a long context of the plan's cache; see `round_costs`."""
+    loop, path = plan.loop, plan.loop.proposer.max_path
+    rounds = max(1, min(_MOST_ROUNDS, plan.cache_rows // (4 * path)))
+    longest = plan.cache_rows - (1 + rounds) * path
+    contexts = sorted({longest // 8, longest})
+    request = Request(
+        limit=np.full(plan.batch, np.iinfo(np.int32).max, np.int32),
+        seeds=np.zeros(plan.batch, np.uint32),
+        stop_tokens=np.full(1, -1, np.int32),
+        temperature=np.float32(1),
+    )
+
+    def seconds(width: int, context: int, count: int) -> float:
+        """The fastest of a few runs of `count` rounds."""
+        prices = np.where(np.arange(len(loop.widths)) == width, 1, _PROHIBITIVE).astype(np.float32)
+        priced = jax.device_put(request.replace(costs=RoundCosts(np.zeros(1, np.float32), prices[None])))
+        times = []
+        for _ in range(1 + _REPEATS):
+            args = (params, priced, _at_context(plan, context), jnp.int32(count))
+            call, _ = device.executable(device.advance, loop, *args)
+            jax.block_until_ready(args)
+            began = time.perf_counter()
+            jax.block_until_ready(call(*args))
+            times.append(time.perf_counter() - began)
+        return min(times[1:])
+
+    def one_round(width: int, context: int) -> float:
+        # The difference: what a call costs, however many rounds it makes, is in both.
+        return max(seconds(width, context, 1 + rounds) - seconds(width, context, 1), 1e-9) / rounds
+
+    table = [[one_round(width, context) for width in range(len(loop.widths))] for context in contexts]
+    return RoundCosts(np.array(contexts, np.float32), np.array(table, np.float32))
+
+
+def _at_context(plan: Plan, context: int) -> DecodeState:
+    state = _noise(plan.loop, plan.batch, plan.cache_rows, plan.output_rows)
+
+    def at_context(cache):  # each with a buffer of its own, so that all can be donated
+        return cache.replace(length=jnp.full((plan.batch,), context, jnp.int32))
+
+    return state.replace(target_cache=at_context(state.target_cache), drafter_cache=at_context(state.drafter_cache))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _noise(loop: DecodeLoop, batch: int, cache_rows: int, output_rows: int) -> DecodeState:
+    """An empty state whose caches hold noise, so that tokens differ and reach different experts."""
+    leaves, structure = jax.tree.flatten(loop.init_state(batch, cache_rows, output_rows))
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    caches = [x.ndim > 2 for x in leaves]
+    noisy = [jax.random.normal(k, x.shape, x.dtype) if c else x for k, x, c in zip(keys, leaves, caches)]
+    return structure.unflatten(noisy)
+
+
+def _folder() -> Path:
+    if named := os.environ.get(CACHE_VARIABLE):
+        return Path(named)
+    caches = os.environ.get("XDG_CACHE_HOME")
+    return (Path(caches) if caches else Path.home() / ".cache") / "ddtree_jax"
+
+
+def _read(path: Path, widths: int) -> RoundCosts | None:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        costs = RoundCosts(np.array(data["contexts"], np.float32), np.array(data["seconds"], np.float32))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    whole = costs.contexts.ndim == 1 and costs.seconds.shape == (costs.contexts.size, widths)
+    return costs if whole and costs.contexts.size and np.all(costs.seconds > 0) else None
+
+
+def _write(path: Path, setting: dict, costs: RoundCosts) -> None:
+    table = {"setting": setting, "contexts": costs.contexts.tolist(), "seconds": costs.seconds.tolist()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(table, indent=1).encode())
+    except OSError as error:
+        warnings.warn(f"{path}: round costs cannot be kept, so they will be measured again: {error}", stacklevel=2)

@@ -1,0 +1,230 @@
+"""Width by measurement: the choice, its calibration, the cost table, and decodes that use them."""
+
+import dataclasses
+import itertools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scripted import Scripted, scripted_run
+
+import ddtree_jax as dt
+from ddtree_jax import round_costs, testing
+from ddtree_jax.decode.plan import make_plan
+from ddtree_jax.decode.proposers import MostProbable
+from ddtree_jax.decode.width import Calibration, RoundCosts, best_width, observe, promises
+from ddtree_jax.tree import Acceptance, build_tree, first_nodes, only_first, unpack_ancestors
+
+WIDTHS = (4, 8, 32)
+PROMPTS = [[3, 1, 4, 1, 5], [9] * 19, [2, 7]]
+KINDS = {
+    "dense": dict(num_layers=2),
+    "hybrid": dict(num_layers=3, hybrid=True, delta_layers=(0, 2)),
+}
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv(round_costs.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(round_costs, "_known", {})
+    return tmp_path / "round_costs"
+
+
+@pytest.fixture(scope="module")
+def pair(request):
+    kind = KINDS[getattr(request, "param", "dense")]
+    target = testing.tiny_target(seed=0, sliding_windows=(None,) * kind["num_layers"], **kind)
+    return target, testing.tiny_drafter(target)
+
+
+def random_tree(seed, batch=2, width=WIDTHS[-1]):
+    rng = np.random.default_rng(seed)
+    log_probs = jax.nn.log_softmax(jnp.asarray(rng.normal(size=(batch, 5, 40)) * 2, jnp.float32))
+    return build_tree(log_probs, width, root_tokens=jnp.zeros((batch,), jnp.int32))
+
+
+def test_the_first_nodes_are_the_narrower_tree():
+    log_probs = jax.nn.log_softmax(jnp.asarray(np.random.default_rng(1).normal(size=(2, 5, 40)) * 2, jnp.float32))
+    roots = jnp.array([7, 8], jnp.int32)
+    wide = build_tree(log_probs, 40, root_tokens=roots)
+    for width in (2, 8, 33):
+        narrow = build_tree(log_probs, width, root_tokens=roots)
+        jax.tree.map(np.testing.assert_array_equal, first_nodes(wide, width), narrow)
+        masked = only_first(wide, jnp.int32(width))
+        jax.tree.map(np.testing.assert_array_equal, first_nodes(masked, width), narrow)
+        assert masked.size.tolist() == [width, width]
+        alone = np.asarray(unpack_ancestors(masked))[:, width:]
+        np.testing.assert_array_equal(alone, np.broadcast_to(np.eye(40, dtype=bool)[width:], alone.shape))
+
+
+def rates_of(promised, accepted, trust=8.0):
+    rate, out = 1.0, []
+    for p, a in zip(promised, accepted):
+        rate = (trust * rate + a) / (trust + p)
+        out.append(rate)
+    return np.array(out)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_the_choice_is_the_full_argmax(seed):
+    rng = np.random.default_rng(seed)
+    tree = random_tree(seed)
+    active = np.array([True, bool(rng.integers(2))])
+    length = np.array([300, 900], np.int32)
+    calibration = Calibration(*jnp.asarray(rng.uniform(0, 20, (2, 3)), jnp.float32))
+    costs = RoundCosts(jnp.array([100.0, 1000.0]), jnp.asarray(rng.uniform(0.5, 2, (2, 3)), jnp.float32))
+    promised = promises(tree, WIDTHS, jnp.asarray(active))
+    got = int(best_width(promised, calibration, costs, jnp.asarray(length), jnp.asarray(active)))
+
+    probability = np.exp(np.asarray(tree.log_prob, np.float64)) * active[:, None]
+    edges = [1, *WIDTHS]
+    segments = np.array([probability[:, a:b].sum() for a, b in itertools.pairwise(edges)])
+    np.testing.assert_allclose(promised, segments, rtol=1e-5)
+    rates = rates_of(*(np.asarray(x, np.float64) for x in (calibration.promised, calibration.accepted)))
+    tokens = active.sum() + np.cumsum(rates * segments)
+    share = (length[active].mean() - 100) / 900
+    speeds = tokens / ((1 - share) * np.asarray(costs.seconds[0]) + share * np.asarray(costs.seconds[1]))
+    assert speeds[got] >= speeds.max() * (1 - 1e-5)
+
+
+def test_a_dear_width_is_taken_where_it_pays_and_only_there():
+    calibration, active = Calibration.empty(WIDTHS), jnp.array([True])
+    costs = RoundCosts(jnp.zeros((1,)), jnp.array([[1.0, 1.0, 1.5]]))
+    for promise, expected in ((0.0, 0), (0.3, 1), (2.0, 2)):
+        promised = jnp.array([0.0, min(promise, 0.3), max(promise - 0.3, 0.0)])
+        assert best_width(promised, calibration, costs, jnp.zeros((1,), jnp.int32), active) == expected
+
+
+def test_calibration_counts_what_was_tried():
+    walk = Acceptance(
+        path=jnp.array([[0, 2, 5, 30], [0, 1, 1, 1]], jnp.int32), length=jnp.array([4, 2], jnp.int32),
+        tokens=jnp.zeros((2, 4), jnp.int32),
+    )  # fmt: skip
+    before = Calibration(jnp.full((3,), 10.0), jnp.full((3,), 5.0))
+    promised, active = jnp.array([1.5, 0.5, 0.25]), jnp.array([True, False])
+    after = observe(before, WIDTHS, jnp.int32(2), promised, walk, active)
+    np.testing.assert_allclose(after.promised, [11.4, 10.4, 10.15], rtol=1e-6)
+    np.testing.assert_allclose(after.accepted, [5.95] * 3, rtol=1e-6)  # slot 1 decodes no more
+    narrow = dataclasses.replace(walk, length=jnp.array([2, 1], jnp.int32))
+    after = observe(before, WIDTHS, jnp.int32(0), promised, narrow, active)
+    np.testing.assert_allclose(after.promised, [11.4, 9.9, 9.9], rtol=1e-6)
+    np.testing.assert_allclose(after.accepted, [5.95, 4.95, 4.95], rtol=1e-6)
+    assert after.rates()[2] < after.rates()[0] < 1  # the prior of a segment is the rate of the one before
+
+
+def costs_for(width):
+    prices = np.where(np.array(WIDTHS) == width, 1, 1e9).astype(np.float32)
+    return RoundCosts(np.zeros(1, np.float32), prices[None])
+
+
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=SLOW)])
+def test_priced_out_of_the_others_it_is_the_fixed_width(pair, monkeypatch, temperature):
+    """Tokens and accepted lengths of every round, whichever branch runs."""
+    shared = dict(temperature=temperature, max_new_tokens=24, seed=(1, 2, 3), stop_token_ids=())
+    for width in WIDTHS if temperature else (4, 32):
+        monkeypatch.setattr("ddtree_jax.prepare.round_costs", lambda *_, width=width: costs_for(width))
+        auto = dt.generate(*pair, PROMPTS, dt.DecodeConfig(num_nodes="auto", widths=WIDTHS, **shared))
+        fixed = dt.generate(*pair, PROMPTS, dt.DecodeConfig(num_nodes=width, **shared))
+        assert fixed.widths is None and {n for row in auto.widths for n in row} == {width}
+        assert (auto.tokens, auto.accepted_lengths) == (fixed.tokens, fixed.accepted_lengths)
+
+
+def changing_costs():
+    """The wide tree is cheap in some places of the text and dear in others."""
+    contexts = np.arange(0, 80, 4, dtype=np.float32)
+    cheap = (np.arange(contexts.size) % 3)[:, None] == np.arange(3)[None]
+    return RoundCosts(contexts, np.where(cheap, 1, 200).astype(np.float32))
+
+
+@pytest.mark.parametrize("pair", ["dense", pytest.param("hybrid", marks=SLOW)], indirect=True)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_text_does_not_depend_on_the_widths(pair, monkeypatch, temperature):
+    monkeypatch.setattr("ddtree_jax.prepare.round_costs", lambda *_: changing_costs())
+    shared = dict(temperature=temperature, max_new_tokens=32, seed=(11, 12, 13))
+    plain = dt.generate(pair[0], None, PROMPTS, dt.DecodeConfig(method="autoregressive", **shared))
+    auto = dt.generate(*pair, PROMPTS, dt.DecodeConfig(num_nodes="auto", widths=WIDTHS, **shared))
+    assert auto.tokens == plain.tokens and auto.finish_reasons == plain.finish_reasons
+    assert {n for row in auto.widths for n in row} == set(WIDTHS)
+    assert [len(row) for row in auto.widths] == auto.rounds
+    assert list(dt.stream_tokens(*pair, PROMPTS[0], dt.DecodeConfig(
+        num_nodes="auto", widths=WIDTHS, **(shared | {"seed": 11})), rounds_per_step=99)) == [
+        plain.tokens[0][:1], plain.tokens[0][1:]]  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", ["dense", pytest.param("hybrid", marks=SLOW)], indirect=True)
+def test_long_paths_in_trees_of_every_width(pair):
+    """With a proposer that knows the text, so that many tokens are committed from each branch of the switch."""
+    settings = dict(max_new_tokens=40, stop_token_ids=())
+    plain = dt.generate(pair[0], None, PROMPTS, dt.DecodeConfig(method="autoregressive", **settings)).tokens
+    scripts = np.zeros((3, 80), np.int32)
+    for i, (prompt, tokens) in enumerate(zip(PROMPTS, plain)):
+        scripts[i, : len(prompt) + len(tokens)] = prompt + tokens
+    proposer = Scripted(depth=7, shape=MostProbable(WIDTHS[-1]), vocab_size=61, rank_spread=1)
+    tokens, state = scripted_run(
+        pair[0], proposer, scripts, 0.0, PROMPTS, (0, 0, 0), widths=WIDTHS, costs=changing_costs(), **settings
+    )
+    assert tokens == plain
+    rounds = [list(zip(state.widths[i, : state.rounds[i]], state.accepted[i])) for i in range(3)]
+    accepted = {width: [n for row in rounds for w, n in row if w == width] for width in WIDTHS}
+    assert all(max(lengths) > 1 for lengths in accepted.values()) and max(accepted[32]) > 3
+    assert all(n <= width for width, lengths in accepted.items() for n in lengths)
+
+
+def test_costs_are_measured_once_and_kept(pair, cache_folder, monkeypatch):
+    config = dt.DecodeConfig(num_nodes="auto", widths=(2, 4), max_new_tokens=8)
+    measured = []
+    measure = round_costs.measure
+    monkeypatch.setattr(round_costs, "measure", lambda *args: measured.append(1) or measure(*args))
+    first = dt.generate(*pair, PROMPTS[:1], config)
+    (file,) = cache_folder.iterdir()
+    table = json.loads(file.read_text())
+    assert np.shape(table["seconds"]) == (len(table["contexts"]), 2) and np.all(np.array(table["seconds"]) > 0)
+    assert table["setting"]["batch"] == 1 and measured == [1]
+    monkeypatch.setattr(round_costs, "_known", {})  # as in another process
+    assert dt.generate(*pair, PROMPTS[:1], config).tokens == first.tokens and measured == [1]
+    for broken in ("{", '{"contexts": [0], "seconds": [[1, 2, 3]]}', '{"contexts": [0], "seconds": [[1, -1]]}'):
+        file.write_text(broken)
+        monkeypatch.setattr(round_costs, "_known", {})
+        dt.generate(*pair, PROMPTS[:1], config)
+        assert json.loads(file.read_text())["setting"] == table["setting"]
+    assert len(measured) == 4
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(pair, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(round_costs.CACHE_VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setattr(round_costs, "measure", lambda *_: costs_for(4))
+    with pytest.warns(UserWarning, match=r"file/round_costs/\w+.json: round costs cannot be kept"):
+        dt.generate(*pair, PROMPTS[:1], dt.DecodeConfig(num_nodes="auto", widths=WIDTHS, max_new_tokens=4))
+
+
+def test_a_trace_shows_the_width_that_a_round_takes(pair, monkeypatch):
+    monkeypatch.setattr("ddtree_jax.prepare.round_costs", lambda *_: changing_costs())
+    config = dt.DecodeConfig(num_nodes="auto", widths=WIDTHS, max_new_tokens=20, stop_token_ids=())
+    rounds = list(dt.trace(*pair, PROMPTS[0], config))
+    out = dt.generate(*pair, PROMPTS[:1], config)
+    assert [int(r.tree.size[0]) for r in rounds] == out.widths[0]
+    assert [int(r.walk.length[0]) for r in rounds][:-1] == out.accepted_lengths[0][:-1]
+    assert rounds[0].tree.tokens.shape == (1, WIDTHS[-1])
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(num_nodes="auto", method="lookup_tree"), "'auto' needs a method whose nodes come in order .*ddtree"),
+        (dict(num_nodes="wide"), "num_nodes must be 2..512, root included, or 'auto'; found 'wide'"),
+        (dict(widths=()), r"widths must rise, each 2..512, root included; found \(\)"),
+        (dict(widths=(16, 16)), "widths must rise"),
+        (dict(widths=(1, 16)), "widths must rise"),
+        (dict(widths="16"), "widths must rise"),
+    ],
+)
+def test_refusals(pair, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make_plan(dt.DecodeConfig(**settings), pair[0].config, pair[1].config, [3])
