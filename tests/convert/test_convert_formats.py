@@ -15,6 +15,7 @@ from drafter_formats_data import (
     open_spec,
     qwen3,
     speculators,
+    speculators_2,
     without,
     z_lab,
 )
@@ -93,6 +94,20 @@ VARIANTS = {
     "speculators, sliding": (speculators(SLIDING), TAPS, (True, False), (8, None), 4, 39),
     "speculators, not causal": (speculators(ALL_SLIDING, sliding_window_non_causal=True), TAPS, NO, (8, 8), 4, 39),
     "speculators, from the anchor": (speculators(sample_from_anchor=True), TAPS, NO, FULL, 4, 39, True),
+    # DFlash 2 in this format: all layers see the whole block, unless the flag says otherwise.
+    "speculators, DFlash 2": (speculators_2(SLIDING), TAPS, NO, (8, None), 4, 39),
+    "speculators, DFlash 2, other class": (
+        speculators_2(ALL_SLIDING, architectures=["DFlash2Speculator"]), TAPS, NO, (8, 8), 4, 39,
+    ),
+    "speculators, DFlash 2, no flag": (
+        without(speculators_2(SLIDING), "sliding_window_non_causal"), TAPS, NO, (8, None), 4, 39,
+    ),
+    "speculators, DFlash 2, causal": (
+        speculators_2(SLIDING, sliding_window_non_causal=False), TAPS, (True, False), (8, None), 4, 39,
+    ),
+    "speculators, DFlash 2, from the anchor": (
+        speculators_2(ALL_SLIDING, sample_from_anchor=True), TAPS, NO, (8, 8), 4, 39, True,
+    ),
     # Open Spec: where ids begin is written; a block is one longer than its tokens, unless slot 0 predicts.
     "Open Spec": (open_spec(), TAPS, NO, FULL, 4, 39),
     "Open Spec from 0": (open_spec({"target_layer_start_idx": 0}), (3, 8), NO, FULL, 4, 39),
@@ -186,6 +201,13 @@ def test_a_declared_layout_is_not_overruled(read):
     with pytest.raises(ConversionError, match=r"found nothing, which means false in this format"):
         read(silent, sample_from_anchor=True)
     assert read(speculators(sample_from_anchor=True), sample_from_anchor=True).sample_from_anchor
+
+
+def test_sizes_of_dflash_2_in_the_format_of_speculators(read):
+    silent = without(speculators_2(), "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    for data, sizes in ((speculators_2(), (2, 4, 3, 5)), (silent, (2, 16, 256, 16))):
+        c = read(data)
+        assert (c.conv_taps, c.conv_group_size, c.selector_rank, c.selector_top_k) == sizes
 
 
 @pytest.mark.parametrize("data", [speculators(novelty=1), open_spec({"novelty": 1})])
