@@ -111,4 +111,5 @@ def _settings(args: argparse.Namespace, target) -> dict:
     drafting = {name: value for name in ("draft_depth", "branching", "ngram")
                 if (value := getattr(args, name)) != getattr(DecodeConfig, name)}  # fmt: skip
     device = {"device": jax.devices()[0].device_kind, "dtype": target.config.dtype}
-    return {name: getattr(args, name) for name in names} | drafting | device
+    checkpoints = runs.fingerprints(target=args.target, drafter=args.drafter)
+    return {name: getattr(args, name) for name in names} | drafting | device | checkpoints
