@@ -14,7 +14,7 @@ import warnings
 
 from convert.errors import ConversionWarning, mismatch
 from convert.fields import Fields
-from convert.hf_config import LAYER_KINDS, sliding_windows
+from convert.hf_config import LAYER_KINDS, layer_count, sliding_windows
 
 ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
 # Architectures of the slot layout, whose configs do not always declare it.
@@ -160,7 +160,7 @@ def _z_lab(config: Fields, names: set[str], asked: bool) -> Drafting:
         _warn(f"{config.file}: block_size: missing, {DEFAULT_BLOCK_SIZE} is assumed")
     if "mask_token_id" not in place("mask_token_id") and "mask_token" in place("mask_token"):
         raise config.error("mask_token_id", expected="an integer", found="only the text mask_token")
-    causal, windows = attention_kinds(config, config.integer("num_hidden_layers"))
+    causal, windows = attention_kinds(config, layer_count(config))
     return Drafting(
         model=config,
         settings=(inner, config),
@@ -251,7 +251,7 @@ def _trained_causality(
 ) -> tuple[tuple[bool, ...], tuple[int | None, ...]]:
     """As speculators trains: sliding layers are causal or not, as the flag says; full ones never are."""
     bidirectional = settings.flag("sliding_window_non_causal", bidirectional)
-    return _causality(model, model.integer("num_hidden_layers"), False if bidirectional else None)
+    return _causality(model, layer_count(model), False if bidirectional else None)
 
 
 def _shifted(fields: Fields, key: str, first: int) -> tuple[int, ...]:
