@@ -168,9 +168,11 @@ def test_a_damaged_folder_is_named(tmp_path, file, text, message):
         Results(tmp_path, {"a": 1})
 
 
-def test_the_summary_is_of_what_was_asked_for(run, folder):
+def test_the_summary_is_of_what_was_asked_for(run, folder, capsys):
     args = dict(out="grown", files=("one.jsonl", "two.jsonl"))
     assert run("--methods", "autoregressive,lookup", **args) == 0
-    assert run("--methods", "lookup", out="grown", files=("two.jsonl",)) == 0
+    capsys.readouterr()
+    assert run("--methods", "lookup", "--branching", "10", "--ngram", "3", out="grown", files=("two.jsonl",)) == 0
+    assert "note: --branching: not used by lookup\n" in capsys.readouterr().err
     rows = json.loads((folder / "grown" / "summary.json").read_text())
     assert {(r["set"], r["variant"], r["prompts"]) for r in rows} == {("two", "lookup", 1)}
