@@ -59,10 +59,11 @@ def fingerprint(folder: str | Path) -> str:
     """12 hex digits that change when a checkpoint is written anew, and stay when its folder is copied or moved.
 
     The names of data files are drawn when they are written, so that their list tells even checkpoints of equal sizes
-    apart without reading them.
+    apart without reading them. Hidden files are no part of a checkpoint.
     """
     folder = Path(folder)
-    beside = {file.name: _sha256(file) for file in sorted(folder.iterdir()) if file.is_file()}
+    visible = (file for file in sorted(folder.iterdir()) if file.is_file() and not file.name.startswith("."))
+    beside = {file.name: _sha256(file) for file in visible}
     return hashlib.sha256(json.dumps([beside, list_files(folder, "params")]).encode()).hexdigest()[:12]
 
 

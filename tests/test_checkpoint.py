@@ -202,6 +202,8 @@ def test_a_fingerprint_tells_what_was_written_anew(tmp_path, saved, config, para
     before = inventory.fingerprint(saved)
     shutil.copytree(saved, tmp_path / "copy", copy_function=shutil.copyfile)  # with other times
     assert inventory.fingerprint(tmp_path / "copy") == before and re.fullmatch("[0-9a-f]{12}", before)
+    (tmp_path / "copy" / ".DS_Store").write_bytes(b"of a file manager")
+    assert inventory.fingerprint(tmp_path / "copy") == before
     (tmp_path / "copy" / "note.txt").write_bytes(b"hallo")
     assert inventory.fingerprint(tmp_path / "copy") != before
     # Of the same shapes and sizes, large enough that no content is hashed.
