@@ -6,7 +6,7 @@ from pathlib import Path
 from convert.drafter_formats import SIZES_2, VARIANTS, VARIANTS_2, Drafting, read_drafting
 from convert.errors import ConversionError, mismatch
 from convert.fields import Fields
-from convert.hf_config import head_counts, head_dim, refuse_variants
+from convert.hf_config import head_counts, head_dim, layer_count, refuse_variants
 from convert.rope_config import rope_config
 from ddtree_jax.config import DrafterConfig, TargetConfig, default_taps
 from ddtree_jax.models.abstract import check_fits
@@ -41,7 +41,7 @@ def drafter_config(
     model = drafting.model
     refuse_variants(model)
 
-    layers = model.integer("num_hidden_layers")
+    layers = layer_count(model)
     heads, kv_heads = head_counts(model, default_to_heads=False)
     target_layers = drafting.target_layers or target.num_layers
     vocabulary = model.integer("vocab_size", target.vocab_size)

@@ -3,6 +3,7 @@
 - z-lab: flat, or with settings inside `dflash_config`; of the two places the inner one wins. DFlash 2 is another
   architecture of it. DeepSpec and DSpark write it too, with another layout of the slots.
 - speculators (Red Hat, vLLM): the model is described in `transformer_layer_config`; the output of block l is tap l + 1.
+  DFlash 2 is another model type of it, with its sizes beside those of DFlash.
 - Open Spec 0.0.0: flat, with `speculative_config`; where counting of taps begins is written in it.
 
 The last two may hold an embedding and a head of their own, the head over a part of the target's vocabulary.
@@ -13,7 +14,7 @@ import warnings
 
 from convert.errors import ConversionWarning, mismatch
 from convert.fields import Fields
-from convert.hf_config import LAYER_KINDS, sliding_windows
+from convert.hf_config import LAYER_KINDS, layer_count, sliding_windows
 
 ARCHITECTURE, ARCHITECTURE_2 = "DFlashDraftModel", "DFlash2DraftModel"
 # Architectures of the slot layout, whose configs do not always declare it.
@@ -22,6 +23,10 @@ ANCHOR_ARCHITECTURES = ("Qwen3DFlashModel", "Qwen3DSparkModel")
 OWN_TABLES = ("embed_tokens.weight", "lm_head.weight")
 DEFAULT_BLOCK_SIZE = 16
 SPECULATORS_BLOCK_SIZE, SPECULATORS_VOCABULARY = 8, 32000  # defaults of that format
+SPECULATORS_CLASSES = {
+    "dflash": ("DFlashSpeculator", ARCHITECTURE),
+    "dflash2": ("DFlash2Speculator", ARCHITECTURE_2),
+}
 OPEN_SPEC_VERSION = "0.0.0"
 _MARKS = {
     "speculators": ("speculators_model_type", "speculators_config", "transformer_layer_config"),
@@ -39,6 +44,7 @@ VARIANTS = {
     "markov_rank": (None, 0),
     "conv_kernel_size": (None, 0),
     "selector_rank": (None, 0),
+    "draft_ffn_type": (None, "dense"),
 }
 # What DFlash 2 sets of these, and how large what it adds is by default.
 VARIANTS_2 = {"projector_type": (None, "none", "dflash2")}
@@ -154,7 +160,7 @@ def _z_lab(config: Fields, names: set[str], asked: bool) -> Drafting:
         _warn(f"{config.file}: block_size: missing, {DEFAULT_BLOCK_SIZE} is assumed")
     if "mask_token_id" not in place("mask_token_id") and "mask_token" in place("mask_token"):
         raise config.error("mask_token_id", expected="an integer", found="only the text mask_token")
-    causal, windows = attention_kinds(config, config.integer("num_hidden_layers"))
+    causal, windows = attention_kinds(config, layer_count(config))
     return Drafting(
         model=config,
         settings=(inner, config),
@@ -191,16 +197,17 @@ def _check_slot_layout(config: Fields, declared: bool | None, names: set[str], a
 
 
 def _speculators(config: Fields, asked: bool) -> Drafting:
-    config.only("speculators_model_type", ("dflash",), None)
-    _check_class(config, ("DFlashSpeculator", ARCHITECTURE))
+    kind = config.only("speculators_model_type", tuple(SPECULATORS_CLASSES), None)
+    _check_class(config, SPECULATORS_CLASSES[kind])
     _warn_of_unknown(config, _SPECULATORS_KEYS)
     if "transformer_layer_config" not in config:
         raise config.error("transformer_layer_config", expected="an object", found="nothing")
     model = config.nested("transformer_layer_config")
     from_anchor = _declared_layout(config, asked)
-    causal, windows = _trained_causality(config, model)
+    # In sliding layers DFlash 2 sees its whole block unless the config says otherwise, DFlash only what came before.
+    causal, windows = _trained_causality(config, model, bidirectional=kind == "dflash2")
     size = config.integer("block_size", SPECULATORS_BLOCK_SIZE, least=2)
-    _check_proposals(config.nested("speculators_config"), size if from_anchor else size - 1)
+    _check_proposals(config.nested("speculators_config"), kind, size if from_anchor else size - 1)
     return Drafting(
         model=model,
         settings=(config,),
@@ -211,6 +218,7 @@ def _speculators(config: Fields, asked: bool) -> Drafting:
         causal=causal,
         windows=windows,
         sample_from_anchor=from_anchor,
+        second=kind == "dflash2",
         draft_vocabulary=config.integer("draft_vocab_size", SPECULATORS_VOCABULARY),
     )
 
@@ -223,7 +231,7 @@ def _open_spec(config: Fields, asked: bool) -> Drafting:
     _warn_of_unknown(inner, _OPEN_SPEC_KEYS)
     first = inner.only("target_layer_start_idx", (0, 1), None)
     from_anchor = _declared_layout(inner, asked)
-    causal, windows = _trained_causality(inner, config)
+    causal, windows = _trained_causality(inner, config, bidirectional=False)
     return Drafting(
         model=config,
         settings=(inner, config),
@@ -238,10 +246,12 @@ def _open_spec(config: Fields, asked: bool) -> Drafting:
     )
 
 
-def _trained_causality(settings: Fields, model: Fields) -> tuple[tuple[bool, ...], tuple[int | None, ...]]:
-    """As speculators trains: sliding layers are causal unless the flag says otherwise, full ones never."""
-    bidirectional = settings.flag("sliding_window_non_causal", False)
-    return _causality(model, model.integer("num_hidden_layers"), False if bidirectional else None)
+def _trained_causality(
+    settings: Fields, model: Fields, *, bidirectional: bool
+) -> tuple[tuple[bool, ...], tuple[int | None, ...]]:
+    """As speculators trains: sliding layers are causal or not, as the flag says; full ones never are."""
+    bidirectional = settings.flag("sliding_window_non_causal", bidirectional)
+    return _causality(model, layer_count(model), False if bidirectional else None)
 
 
 def _shifted(fields: Fields, key: str, first: int) -> tuple[int, ...]:
@@ -272,9 +282,9 @@ def _check_class(config: Fields, known: tuple[str, ...]) -> None:
         raise config.error("architectures", expected=" or ".join(f"['{name}']" for name in known), found=classes)
 
 
-def _check_proposals(fields: Fields, depth: int) -> None:
+def _check_proposals(fields: Fields, kind: str, depth: int) -> None:
     """A block must hold as many tokens as the config says are drafted."""
-    fields.only("algorithm", ("dflash",), "dflash")
+    fields.only("algorithm", (kind,), kind)
     proposals = fields.data.get("proposal_methods") or []
     if not isinstance(proposals, list) or not all(isinstance(p, dict) for p in proposals):
         raise fields.error("proposal_methods", expected="a list of objects", found=repr(proposals))

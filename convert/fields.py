@@ -45,12 +45,14 @@ class Fields:
             raise self.error(key, expected="an object", found=type(value).__name__)
         return Fields(self.file, value, f"{self.prefix}{key}.")
 
-    def integer(self, key: str, default: Any = _REQUIRED, *, least: int = 1) -> int:
+    def integer(self, key: str, default: Any = _REQUIRED, *, least: int = 1, most: int | None = None) -> int:
         value = self._get(key, default, f"an integer of {least} or more")
         if value is default:
             return value
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise self.error(key, expected=f"an integer of {least} or more", found=repr(value))
+        if most is not None and value > most:
+            raise self.error(key, expected=f"at most {most}", found=value)
         return value
 
     def number(self, key: str, default: Any = _REQUIRED) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from convert.errors import ConversionError, mismatch
+from convert.hf_config import MAX_LAYERS
 from convert.source import TensorInfo
 from ddtree_jax.config import RopeConfig, TargetConfig
 
@@ -127,6 +128,8 @@ def gguf_target_config(source: GGUFSource, dtype: str | None = None) -> TargetCo
     if "model.embed_tokens.weight" not in source.tensors:
         raise mismatch(source.file, "token_embd.weight", expected="a tensor", found="no such tensor")
     layers = int(source.require("llama.block_count"))
+    if not 1 <= layers <= MAX_LAYERS:
+        raise mismatch(source.file, "llama.block_count", expected=f"1..{MAX_LAYERS}", found=layers)
     return TargetConfig(
         architecture="llama",
         vocab_size=source.tensors["model.embed_tokens.weight"].shape[0],

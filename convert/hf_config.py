@@ -11,6 +11,8 @@ from ddtree_jax.config import MoEConfig, TargetConfig
 
 DTYPES = ("bfloat16", "float32", "float16")
 LAYER_KINDS = ("full_attention", "sliding_attention")
+# Far more than any published model has; what is listed one by one must end before memory does.
+MAX_LAYERS, MAX_EXPERTS = 1024, 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +78,7 @@ def target_config(folder: Path, dtype: str | None = None) -> TargetConfig:
         config = text_config(config)
         refuse_variants(config)
     bias = config.flag("attention_bias", False)
-    layers = config.integer("num_hidden_layers")
+    layers = layer_count(config)
     heads, kv_heads = head_counts(config, default_to_heads=name == "llama")
     windows = (None,) * layers
     if architecture.windows:
@@ -134,6 +136,11 @@ def refuse_variants(config: Fields) -> None:
     if "quantization_config" in config:
         method = config.nested("quantization_config").data.get("quant_method")
         raise config.error("quantization_config", expected="none (unquantised weights)", found=repr(method))
+
+
+def layer_count(config: Fields) -> int:
+    """How many layers there are."""
+    return config.integer("num_hidden_layers", most=MAX_LAYERS)
 
 
 def head_counts(config: Fields, *, default_to_heads: bool) -> tuple[int, int]:
@@ -197,9 +204,10 @@ def mixture_of_experts(config: Fields, layers: int, *, hybrid: bool) -> MoEConfi
         return None
     # Later writers of the format say num_local_experts.
     key = "num_experts" if "num_experts" in config else "num_local_experts"
-    experts = config.integer(key, least=0 if hybrid else 1)
+    experts = config.integer(key, least=0 if hybrid else 1, most=MAX_EXPERTS)
     if not experts:  # the dense models of a family whose others have experts
         return None
+    _refuse_other_routers(config)
     chosen = config.integer("num_experts_per_tok")
     if chosen > experts:
         raise config.error("num_experts_per_tok", expected=f"at most the {experts} experts", found=chosen)
@@ -211,6 +219,14 @@ def mixture_of_experts(config: Fields, layers: int, *, hybrid: bool) -> MoEConfi
         renormalise=config.flag("norm_topk_prob", hybrid),
         shared_intermediate_size=config.integer("shared_expert_intermediate_size") if hybrid else 0,
     )
+
+
+def _refuse_other_routers(config: Fields) -> None:
+    """Raises ConversionError on the settings of routers that are not a softmax over all experts, as later families
+    have them: sigmoid scores, experts chosen by group, scaled sums."""
+    config.only("scoring_func", ("softmax",), "softmax")
+    for key in ("n_group", "topk_group", "routed_scaling_factor"):
+        config.only(key, (1,), 1)
 
 
 def stop_token_ids(folder: Path, config: Fields) -> tuple[int, ...]:

@@ -1,12 +1,13 @@
 """The two conversions, from a source on disk or on the hub to a checkpoint."""
 
+import warnings
 from pathlib import Path
 
 import tokenizers
 
 from convert.drafter_config import drafter_config
 from convert.eagle3_config import eagle3_config, is_eagle3
-from convert.errors import ConversionError, mismatch
+from convert.errors import ConversionError, ConversionWarning, mismatch
 from convert.fields import Fields
 from convert.gguf_source import GGUFSource, gguf_target_config
 from convert.gguf_tokenizer import gguf_tokenizer_files
@@ -64,6 +65,8 @@ def convert_target(
         files = {name: path / name for name in TOKENIZER_FILES if (path / name).is_file()}
     check_names(source, config, file=path)
     _check_tokenizer(path, files, config)
+    if not config.stop_token_ids:
+        _warn_of_endless_texts(path)
     origin = _origin(src, revision)
     write_checkpoint(out, config, source, extra_files=files, origin=origin, overwrite=overwrite, progress=progress)
     return config
@@ -131,6 +134,15 @@ def _eagle3_name(name: str) -> str:
     """The name of a tensor as EAGLE publishes it; vLLM's checkpoints call the layer layers.0."""
     name = name.removeprefix("model.")
     return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
+
+
+def _warn_of_endless_texts(path: Path) -> None:
+    if path.is_file():
+        where = f"{path}: tokenizer.ggml.eos_token_id: expected a token id, found nothing"
+    else:
+        expected = "token ids here or in generation_config.json"
+        where = f"{path / 'config.json'}: eos_token_id: expected {expected}, found none"
+    warnings.warn(f"{where}; texts will end at the limit only", ConversionWarning, stacklevel=3)
 
 
 def _check_dtype(dtype: str | None) -> None:

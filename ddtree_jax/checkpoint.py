@@ -3,6 +3,7 @@
 ```
 OUT/config.json             what the parameters are: format, version, kind, config, source, parameter count
 OUT/params/                 one Orbax checkpoint, the Flax "params" collection
+OUT/files.json              the files of params/ and their sizes, see `inventory`
 OUT/tokenizer.json, ...     files copied from the source (targets)
 ```
 A checkpoint is written into a sibling folder and renamed at the end, so a folder with the final name is complete.
@@ -23,12 +24,13 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from ddtree_jax import inventory
 from ddtree_jax.config import DraftConfig, TargetConfig, drafter_from_json, parameter_dtype
 
 FORMAT = "ddtree_jax"
 VERSION = 1
 _READERS = {"target": TargetConfig.from_json, "drafter": drafter_from_json}
-_RESERVED = ("config.json", "params")
+_RESERVED = ("config.json", "params", inventory.FILE)
 # Small groups are written together: each write costs a few tenths of a second whatever its size.
 _BATCH_BYTES = 32 * 2**20
 # Orbax stages this much on the host at a time while it reads, or two tensors if that is more.
@@ -97,6 +99,7 @@ class CheckpointWriter:
             raise CheckpointError("params: expected at least one group, found none")
         self._write()
         ocp.partial.finalize(self._folder / "params")
+        inventory.write_inventory(self._folder, "params")
         description = {
             "format": FORMAT, "version": VERSION, "kind": kind_of(self._config), "config": self._config.to_json(),
             "source": source, "parameters": self._parameters,
@@ -230,6 +233,10 @@ def load_params(path: str | Path, abstract_params: Any) -> Any:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: missing")
     expected = _flatten(abstract_params)
+    try:
+        inventory.check_inventory(Path(path))
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
     try:
         metadata = ocp.metadata(folder).metadata
         if not isinstance(metadata, Mapping):

@@ -139,15 +139,19 @@ def tiny_eagle3(target: Target, seed: int = 1, **overrides) -> Drafter:
     return Drafter(config, params | {"lm_head": params["lm_head"] | {"target_ids": rows + offsets}})
 
 
+def tiny_mtp_config(target: TargetConfig, **overrides) -> MTPConfig:
+    """A multi-token prediction layer for `target`."""
+    values = dict(
+        hidden_size=target.hidden_size, intermediate_size=40, num_heads=4, num_kv_heads=2, head_dim=8,
+        rms_norm_eps=1e-6, rope=RopeConfig(theta=10000.0), rotary_dim=4, target_hidden_size=target.hidden_size,
+        target_num_layers=target.num_layers, target_vocab_size=target.vocab_size, dtype=target.dtype,
+    )  # fmt: skip
+    return MTPConfig(**values | overrides)
+
+
 def tiny_mtp(target: Target, seed: int = 1, **overrides) -> Drafter:
     """A random multi-token prediction layer for `target`."""
-    t = target.config
-    values = dict(
-        hidden_size=t.hidden_size, intermediate_size=40, num_heads=4, num_kv_heads=2, head_dim=8, rms_norm_eps=1e-6,
-        rope=RopeConfig(theta=10000.0), rotary_dim=4, target_hidden_size=t.hidden_size,
-        target_num_layers=t.num_layers, target_vocab_size=t.vocab_size, dtype=t.dtype,
-    )  # fmt: skip
-    config = MTPConfig(**values | overrides)
+    config = tiny_mtp_config(target.config, **overrides)
     return Drafter(config, _init(config, seed))
 
 

@@ -3,13 +3,16 @@
 import gc
 import json
 import os
+import re
+import shutil
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ddtree_jax import checkpoint
+from ddtree_jax import checkpoint, inventory
 from ddtree_jax.checkpoint import CheckpointError, load_config, load_params, open_checkpoint, save_checkpoint
 from ddtree_jax.models.abstract import abstract_params, init_params
 from ddtree_jax.testing import tiny_drafter_config, tiny_target_config
@@ -70,7 +73,7 @@ def test_description_and_extra_files(saved, params, tmp_path):
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
     }  # fmt: skip
     assert (saved / "note.txt").read_bytes() == b"hello"
-    assert sorted(os.listdir(saved)) == ["config.json", "note.txt", "params"]
+    assert sorted(os.listdir(saved)) == ["config.json", "files.json", "note.txt", "params"]
     assert os.listdir(tmp_path) == ["model"]
 
 
@@ -143,7 +146,9 @@ def test_params_that_do_not_fit(saved, config, path, leaf, message):
 # Orbax leaves coroutines of a failed read to the garbage collector; they are collected within this test.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
-def test_damaged_files(saved, config):
+def test_damaged_files_without_a_list(saved, config):
+    """Checkpoints of before there was a list of files, whose damage shows when Orbax reads them."""
+    os.remove(saved / "files.json")
     abstract = abstract_params(config)
     largest = max((p for p in saved.glob("params/**/d/*") if p.is_file()), key=lambda p: p.stat().st_size)
     for file in (largest, saved / "params" / "state" / "_METADATA", saved / "params" / "state" / "manifest.ocdbt"):
@@ -159,6 +164,54 @@ def test_damaged_files(saved, config):
     with pytest.raises(CheckpointError, match=r"model/params: missing"):
         load_params(saved, abstract)
     gc.collect()
+
+
+def damage_of(saved, config):
+    with pytest.raises(CheckpointError) as caught:
+        load_params(saved, abstract_params(config))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_damaged_file_is_named(saved, config, capfd):
+    files = [path for path in saved.glob("params/**/*") if path.is_file() and path.stat().st_size]
+    assert len(files) > 5
+    for file in files:
+        content = file.read_bytes()
+        size = len(content)
+        for keep in (0, size // 2):
+            file.write_bytes(content[:keep])
+            expected = f"{file}: truncated or damaged: expected {size} bytes, found {keep}"
+            assert damage_of(saved, config) == expected
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert damage_of(saved, config) == f"{file}: damaged: expected the content that was written, found another"
+        file.unlink()
+        assert damage_of(saved, config) == f"{file}: missing: expected {size} bytes"
+        file.write_bytes(content)
+    load_params(saved, abstract_params(config))
+    assert "Traceback" not in capfd.readouterr().err  # Orbax has not been let at any of it
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"params/x": 3}', '{"params/x": {}}'])
+def test_a_damaged_list_of_files_is_named(saved, config, text):
+    (saved / "files.json").write_text(text)
+    assert damage_of(saved, config).startswith(f"{saved / 'files.json'}: damaged: expected a list of files, found ")
+
+
+def test_a_fingerprint_tells_what_was_written_anew(tmp_path, saved, config, params):
+    before = inventory.fingerprint(saved)
+    shutil.copytree(saved, tmp_path / "copy", copy_function=shutil.copyfile)  # with other times
+    assert inventory.fingerprint(tmp_path / "copy") == before and re.fullmatch("[0-9a-f]{12}", before)
+    (tmp_path / "copy" / ".DS_Store").write_bytes(b"of a file manager")
+    assert inventory.fingerprint(tmp_path / "copy") == before
+    (tmp_path / "copy" / "note.txt").write_bytes(b"hallo")
+    assert inventory.fingerprint(tmp_path / "copy") != before
+    # Of the same shapes and sizes, large enough that no content is hashed.
+    with mock.patch.object(inventory, "_HASHED_BYTES", 0):
+        before = inventory.fingerprint(saved)
+        other = jax.tree.map(lambda x: x + 1, params)
+        save_checkpoint(saved, config, other, {"note.txt": b"hello"}, source="somewhere", overwrite=True)
+        assert inventory.fingerprint(saved) != before
 
 
 def test_overwriting_swaps_at_once(tmp_path, monkeypatch):

@@ -37,6 +37,10 @@ def test_json_lines(pair, capsys, tmp_path):
     assert {r["method"]: r["num_nodes"] for r in records if r["num_nodes"]} == {
         "lookup_tree": 16, "static_tree": 21, "ddtree": 16,
     }  # fmt: skip
+    assert {r["variant"] for r in records if r["method"] != "static_tree"} == {
+        "autoregressive", "lookup", "lookup_tree-16", "dflash", "ddtree-16",
+    }  # fmt: skip
+    assert all(r["variant"].startswith("static_tree-21-") for r in records if r["method"] == "static_tree")
     for r in records:
         assert r["new_tokens"] == len(r["tokens"]) == 1 + sum(r["accepted_lengths"])
         assert r["rounds"] == len(r["accepted_lengths"])
@@ -65,6 +69,24 @@ def test_without_a_drafter_at_the_best_width(pair, capsys):
     assert [r["method"] for r in records] == ["autoregressive", "lookup", "lookup_tree"]
     assert records[2]["num_nodes"] in (16, 2)
     assert len({tuple(r["tokens"]) for r in records}) == 1
+
+
+@pytest.mark.parametrize(
+    "method,options,unused",
+    [
+        ("autoregressive", "--num-nodes 16 --draft-depth 2 --best-width", "--num-nodes, --best-width, --draft-depth"),
+        # A value that is the default's was asked for none the less; abbreviations are options too.
+        ("autoregressive", "--branching 10 --ngr 3 --tree-choices eagle-1", "--tree-choices, --branching, --ngram"),
+        ("lookup", "--ngram 3 --draft-depth 15 --num-nodes 16", "--num-nodes"),
+        ("lookup", "--ngram 3 --draft-depth 15", None),
+    ],
+)
+def test_options_that_mean_nothing_here_are_named(pair, capsys, method, options, unused):
+    code, out, err = run(
+        capsys, *pair[:2], "--prompt", "hi", "--method", method, "--max-new-tokens", "2", "--json", *options.split()
+    )
+    assert code == 0 and len(out.splitlines()) == 1
+    assert err == ("" if unused is None else f"note: {unused}: not used by {method}\n")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from ddtree_jax.api import compile_ahead
-from ddtree_jax.commands.options import add_drafting, parse_num_nodes, parse_widths, read_trees
+from ddtree_jax.commands.options import (
+    add_drafting,
+    parse_num_nodes,
+    parse_widths,
+    read_trees,
+    unused_options,
+)
 from ddtree_jax.config import DecodeConfig, possible_methods
 from ddtree_jax.decode.plan import make_plan
 from ddtree_jax.evaluation import runs
@@ -58,6 +64,8 @@ def main(args: argparse.Namespace) -> int:
     for variant in todo:  # refuse what cannot run before anything is written or compiled
         make_plan(variant.config(base), target.config, drafter.config if drafter else None, [longest])
     results = runs.Results(args.out, _settings(args, target))
+    if note := unused_options(args, methods):
+        print(note, file=sys.stderr)
     console = Console(stderr=True)
     if configs := [v.config(base) for v in todo if runs.unfinished(v, sets, results, args.turns)]:
         with console.status(f"compiling {len(configs)} programs"):
@@ -113,4 +121,5 @@ def _settings(args: argparse.Namespace, target) -> dict:
     if (widths := parse_widths(args.widths)) != DecodeConfig.widths:
         drafting["widths"] = list(widths)
     device = {"device": jax.devices()[0].device_kind, "dtype": target.config.dtype}
-    return {name: getattr(args, name) for name in names} | drafting | device
+    checkpoints = runs.fingerprints(target=args.target, drafter=args.drafter)
+    return {name: getattr(args, name) for name in names} | drafting | device | checkpoints

@@ -14,7 +14,13 @@ from rich.table import Table
 
 from ddtree_jax.api import Generation
 from ddtree_jax.api import generate as run
-from ddtree_jax.commands.options import add_drafting, parse_num_nodes, parse_widths, read_trees
+from ddtree_jax.commands.options import (
+    add_drafting,
+    parse_num_nodes,
+    parse_widths,
+    read_trees,
+    unused_options,
+)
 from ddtree_jax.config import METHODS, DecodeConfig, possible_methods
 from ddtree_jax.evaluation.variants import Variant, variants
 from ddtree_jax.loading import Drafter, Target, load_drafter, load_target
@@ -80,6 +86,7 @@ def to_record(out: Generation, i: int, prompt_id: str, variant: Variant) -> dict
     lengths = out.accepted_lengths[i]
     return {
         "id": prompt_id,
+        "variant": variant.name,
         "method": variant.method,
         "num_nodes": variant.num_nodes,
         "text": out.text[i] if out.text is not None else None,
@@ -179,6 +186,8 @@ def main(args: argparse.Namespace) -> int:
     base = decode_config(args)
     todo = variants(methods, widths, trees, base, target, drafter)
     configs = {v.name: v.config(base) for v in todo}
+    if note := unused_options(args, methods):
+        print(note, file=sys.stderr)
     results = run_methods(target, drafter, prompts, configs, Console(stderr=True, quiet=args.json))
     if args.best_width:
         todo = fastest_widths(results, todo)

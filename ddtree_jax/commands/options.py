@@ -2,10 +2,40 @@
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
-from ddtree_jax.config import AUTO, DecodeConfig
+from ddtree_jax.config import AUTO, METHODS, DecodeConfig
 from ddtree_jax.tree import PRESETS
+
+_WITH_WIDTH = tuple(name for name, method in METHODS.items() if method.has_width)
+# The methods that an option of `add_drafting` means something to.
+_USED_BY = {
+    "--num-nodes": _WITH_WIDTH,
+    "--widths": tuple(name for name, method in METHODS.items() if method.best_first),
+    "--best-width": _WITH_WIDTH,
+    "--draft-depth": tuple(name for name in METHODS if name != "autoregressive"),
+    "--tree-choices": ("static_tree",),
+    "--branching": ("eagle2",),
+    "--ngram": ("lookup", "lookup_tree"),
+}
+
+
+class _Given(argparse.Action):
+    """Stores the value, and in `given` that the option was there: its value may be the default."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
+        namespace.given = {*getattr(namespace, "given", ()), self.option_strings[0]}
+
+
+def unused_options(args: argparse.Namespace, methods: Sequence[str]) -> str | None:
+    """A line that names the options of `add_drafting` that were given and that none of `methods` uses, if any."""
+    given = getattr(args, "given", ())
+    unused = [option for option, users in _USED_BY.items() if option in given and not set(users) & set(methods)]
+    if not unused:
+        return None
+    return f"note: {', '.join(unused)}: not used by {', '.join(methods)}"
 
 
 def add_drafting(parser: argparse.ArgumentParser, *, widths: str) -> None:
@@ -13,20 +43,33 @@ def add_drafting(parser: argparse.ArgumentParser, *, widths: str) -> None:
     add = parser.add_argument
     add(
         "--num-nodes",
+        action=_Given,
         default=widths,
         help="width of ddtree, eagle2 and lookup_tree, root included; several with commas. auto: each round of ddtree "
         "takes the one of --widths that pays best, by costs measured on this device",
     )
-    add("--widths", default=",".join(map(str, DecodeConfig.widths)), help="what auto chooses among")
-    add("--best-width", action="store_true", help="show each method at its fastest width only")
-    add("--draft-depth", type=int, help="tokens drafted a round; default: what the drafter was trained for")
+    add("--widths", action=_Given, default=",".join(map(str, DecodeConfig.widths)), help="what auto chooses among")
     add(
-        "--tree-choices", nargs="+", metavar="TREE",
+        "--best-width", action=_Given, nargs=0, const=True, default=False,
+        help="show each method at its fastest width only",
+    )  # fmt: skip
+    add(
+        "--draft-depth", action=_Given, type=int,
+        help="tokens drafted a round; default: what the drafter was trained for",
+    )  # fmt: skip
+    add(
+        "--tree-choices", action=_Given, nargs="+", metavar="TREE",
         help=f"static trees: {', '.join(PRESETS)}, a list such as '[(0,), (1,), (0, 0)]', "
         "or a file of the command static-tree; default: eagle-1 down to the drafter's depth",
     )  # fmt: skip
-    add("--branching", type=int, default=DecodeConfig.branching, help="children drafted of a node (eagle2)")
-    add("--ngram", type=int, default=DecodeConfig.ngram, help="longest run of last tokens that a look-up looks for")
+    add(
+        "--branching", action=_Given, type=int, default=DecodeConfig.branching,
+        help="children drafted of a node (eagle2)",
+    )  # fmt: skip
+    add(
+        "--ngram", action=_Given, type=int, default=DecodeConfig.ngram,
+        help="longest run of last tokens that a look-up looks for",
+    )  # fmt: skip
 
 
 def parse_num_nodes(text: str) -> list[int | str]:

@@ -116,6 +116,11 @@ class StepDrafterConfig(ModelConfig):
         """The deepest draft there can be."""
         return MAX_STEPS
 
+    @property
+    def max_candidates(self) -> int:
+        """Tokens that a tree may choose from at one depth."""
+        return self.draft_vocab_size
+
     def to_json(self) -> dict[str, Any]:
         return {"family": self.family, **super().to_json()}
 
@@ -142,11 +147,6 @@ class Eagle3Config(StepDrafterConfig):
     draft_vocab_size: int
     own_embedding: bool = False
     depth: int = 7  # steps unrolled in training
-
-    @property
-    def max_candidates(self) -> int:
-        """Tokens that a tree may choose from at one depth."""
-        return self.draft_vocab_size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

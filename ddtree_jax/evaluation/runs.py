@@ -15,10 +15,12 @@ from ddtree_jax.api import generate
 from ddtree_jax.config import DecodeConfig
 from ddtree_jax.evaluation.variants import Variant
 from ddtree_jax.files import write_whole
+from ddtree_jax.inventory import fingerprint
 from ddtree_jax.loading import Drafter, Target
 from ddtree_jax.prompts import PromptRecord, encode_prompt, read_prompt_file
 
 PROMPTS_PER_WRITE = 8
+_FINGERPRINT = "_fingerprint"
 
 
 class Results:
@@ -37,12 +39,7 @@ class Results:
                 found = json.loads(file.read_text(encoding="utf-8"))
             except ValueError as error:
                 raise ValueError(f"{file}: damaged: {error}; use another folder") from None
-            for key in sorted(set(found) | set(settings)):
-                if found.get(key) != settings.get(key):
-                    raise ValueError(
-                        f"{file}: made with {key} = {found.get(key)!r}, this run has {settings.get(key)!r}; "
-                        "use another folder"
-                    )
+            _check_settings(file, found, settings)
         else:
             write_whole(file, json.dumps(settings, indent=2).encode())
         self._file = self.folder / "records.jsonl"
@@ -87,6 +84,25 @@ class Results:
             os.fsync(file.fileno())
         self.records += records
         self._keys |= {record_key(r): r.get("prompt_digest") for r in records}
+
+
+def _check_settings(file: Path, found: dict[str, Any], settings: dict[str, Any]) -> None:
+    for key in sorted(set(found) | set(settings)):
+        if found.get(key) == settings.get(key):
+            continue
+        if key.endswith(_FINGERPRINT):
+            if key not in found:  # a folder of before there were any
+                continue
+            name = key.removesuffix(_FINGERPRINT)
+            raise ValueError(f"{file}: the {name} {settings.get(name)} has been replaced since; use another folder")
+        raise ValueError(
+            f"{file}: made with {key} = {found.get(key)!r}, this run has {settings.get(key)!r}; use another folder"
+        )
+
+
+def fingerprints(**checkpoints: str | Path | None) -> dict[str, str | None]:
+    """Settings that tell whether a checkpoint has been written anew: {"target_fingerprint": 12 hex digits, ...}."""
+    return {f"{k}{_FINGERPRINT}": None if path is None else fingerprint(path) for k, path in checkpoints.items()}
 
 
 def record_key(record: dict) -> tuple:

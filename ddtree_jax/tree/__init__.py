@@ -2,7 +2,7 @@
 
 from ddtree_jax.tree.accept import Acceptance, accept
 from ddtree_jax.tree.best_static import best_static_tree, rank_hits, replayed_length
-from ddtree_jax.tree.build import build_from_top, build_tree, top_suffices
+from ddtree_jax.tree.build import build_from_top, build_tree
 from ddtree_jax.tree.chain import chain_tree, root_tree
 from ddtree_jax.tree.choices import PRESETS, Choices, default_choices, parse_choices
 from ddtree_jax.tree.compact import gather_path, gather_path_rows, write_rows
@@ -53,7 +53,6 @@ __all__ = [
     "static_bits",
     "static_layout",
     "static_tree",
-    "top_suffices",
     "top_tokens",
     "tree_from_pool",
     "trie_tree",

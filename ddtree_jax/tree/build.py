@@ -63,7 +63,7 @@ def build_from_top(
     prefixes are enough at depth d.
 
     The result is exact with R = min(N - 1, V) tokens per depth (Lemma 1 of the paper). With fewer it is exact among
-    the trees of these tokens, and `top_suffices` tells whether that is the whole answer.
+    the trees of these tokens.
 
     Args:
       token_log_prob: [B, L, R] float32, non-increasing along R. Values above 0 (rounding) count as 0, NaN as -inf.
@@ -89,29 +89,6 @@ def build_from_top(
     plan = frontier_plan(num_nodes, depths, ranks)
     weights, pairs = _frontiers(clean_log_probs(token_log_prob), plan)  # [B, sum of W]
     return tree_of_best(plan, weights, pairs, tokens, roots)
-
-
-def top_suffices(tree: DraftTree, token_log_prob: jax.Array) -> jax.Array:
-    """Whether the R tokens per depth that a tree was built from were surely enough.
-
-    The best prefix that a list of R tokens per depth can miss ends in an unlisted token, no more probable than the
-    R-th of that depth, after the best prefix one depth above. If all of these are less probable than the last node
-    of a full tree, a longer list gives the same tree.
-
-    Args:
-      tree: the result of `build_from_top`.
-      token_log_prob: [B, L, R] float32, what it was built from.
-
-    Returns:
-      [B] bool. True proves the tree exact; False proves nothing (R = V, say, is always exact).
-    """
-    values = clean_log_probs(token_log_prob)
-    above = jnp.zeros_like(values[:, 0, 0])
-    best_missed = jnp.full_like(above, -jnp.inf)
-    for depth in range(values.shape[1]):  # sums in the builder's order, so that rounding is the same
-        best_missed = jnp.maximum(best_missed, above + values[:, depth, -1])
-        above = above + values[:, depth, 0]
-    return (best_missed < tree.log_prob[:, -1]) | jnp.isneginf(best_missed)
 
 
 def _frontiers(token_log_prob: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:

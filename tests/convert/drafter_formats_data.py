@@ -50,6 +50,23 @@ def speculators(model=None, **changes):
     }
 
 
+def speculators_2(model=None, **changes):
+    """DFlash 2: its sizes are written out as well, convolutions of 2 taps over groups of 4, a selector of rank 3."""
+    config = speculators(model)
+    return {
+        **config,
+        "speculators_model_type": "dflash2",
+        "architectures": ["DFlash2DraftModel"],
+        "sliding_window_non_causal": True,
+        "conv_kernel_size": 2,
+        "conv_group_size": 4,
+        "selector_rank": 3,
+        "selector_top_k": 5,
+        "speculators_config": config["speculators_config"] | {"algorithm": "dflash2"},
+        **changes,
+    }
+
+
 def open_spec(inner=None, **changes):
     settings = {
         "method": "dflash", "speculative_tokens": 3, "target_layer_ids": [3, 8], "target_layer_start_idx": 1,

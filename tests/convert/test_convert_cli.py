@@ -49,6 +49,21 @@ def test_warning_is_one_line(tmp_path, sources, capsys):
     assert capsys.readouterr().err == f"warning: {config}: block_size: missing, 16 is assumed\n"
 
 
+@pytest.mark.parametrize("value", [None, []])
+def test_a_target_without_an_end_is_converted_with_a_warning(tmp_path, capsys, value):
+    config = synthetic.target_json("llama", eos_token_id=value)
+    source = synthetic.write_folder(tmp_path / "source", config, synthetic.target_tensors(config))
+    assert main(["target", str(source), str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().err == (
+        f"warning: {source / 'config.json'}: eos_token_id: expected token ids here or in generation_config.json, found "
+        "none; texts will end at the limit only\n"
+    )
+    assert load_config(tmp_path / "out", "target").stop_token_ids == ()
+    (source / "generation_config.json").write_text('{"eos_token_id": 3}')
+    assert main(["target", str(source), str(tmp_path / "out"), "--overwrite"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_as_a_module(tmp_path):
     command = [sys.executable, "-m", "convert", "target", "no-such-folder", str(tmp_path / "out")]
     root = Path(convert.__file__).parents[1]

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 import synthetic_checkpoints as synthetic
-from drafter_formats_data import ALL_SLIDING, z_lab
+from drafter_formats_data import ALL_SLIDING, speculators_2, z_lab
 
 import convert
 from convert.errors import ConversionError
@@ -52,11 +52,21 @@ def write(tmp_path, data, change=lambda tensors: None):
     return synthetic.write_folder(tmp_path / "hf_drafter", data, tensors, tokenizer=False), tensors
 
 
-def test_tensors_land_in_the_tree(tmp_path, target):
-    source, tensors = write(tmp_path, config_json())
+OWN = {
+    "embed_tokens.weight": np.full((VOCAB, HIDDEN), 0.5, np.float32),
+    "lm_head.weight": np.full((VOCAB, HIDDEN), 0.25, np.float32),
+}
+
+
+@pytest.mark.parametrize("own", [{}, OWN], ids=["tables of the target", "own tables"])
+@pytest.mark.parametrize("data", [config_json(sample_from_anchor=False), speculators_2(ALL_SLIDING)],
+                         ids=["z-lab", "speculators"])  # fmt: skip
+def test_tensors_land_in_the_tree(tmp_path, target, data, own):
+    source, tensors = write(tmp_path, data, lambda tensors: tensors.update(own))
     config = convert.convert_drafter(source, tmp_path / "out", target=target, dtype="float32")
     assert (config.conv_taps, config.conv_group_size, config.selector_rank, config.selector_top_k) == (2, 4, 3, 5)
     assert (config.causal, config.sliding_windows, config.block_size) == ((False, False), (8, 8), 4)
+    assert (config.own_embedding, config.own_head, config.draft_vocab_size) == (bool(own), bool(own), None)
     params = load_params(tmp_path / "out", abstract_params(config))
     for i in range(synthetic.LAYERS):
         for name in ("attention_conv", "mlp_conv"):
@@ -64,6 +74,9 @@ def test_tensors_land_in_the_tree(tmp_path, target):
             np.testing.assert_array_equal(conv["base_kernel"], tensors[f"{source_name}.base_kernel"])
             weight = tensors[f"{source_name}.kernel_projection.weight"]
             np.testing.assert_array_equal(conv["kernel_projection"]["weight"], weight)
+    for name, table in (("embed", "embed_tokens.weight"), ("lm_head", "lm_head.weight")):
+        if own:
+            np.testing.assert_array_equal(params[name]["weight"], own[table])
     selector = params["candidate_selector"]
     for name in ("predecessor_codebook", "successor_codebook"):
         np.testing.assert_array_equal(selector[name], tensors[f"candidate_selector.{name}"])
@@ -91,6 +104,21 @@ def test_tensors_land_in_the_tree(tmp_path, target):
          r"mlp_conv\.kernel_projection\.weight: shape: expected \(16, 16\), found \(8, 16\)"),
         (config_json(), {"candidate_selector.successor_codebook.weight": (40, 3)},
          r"successor_codebook\.weight: expected no such tensor, found one of shape \(40, 3\)"),
+        # The other layout: model type, class and algorithm go together, and what the sizes promise must be there.
+        (speculators_2(speculators_model_type="dflash"), {}, r"architectures: expected \['DFlashSpeculator'\] or .*, "
+         r"found \['DFlash2DraftModel'\]"),
+        (speculators_2(speculators_model_type="dflash", architectures=["DFlashSpeculator"], speculators_config=None),
+         {}, r"conv_kernel_size: expected nothing, found 2"),
+        (speculators_2(architectures=["DFlashSpeculator"]), {}, r"architectures: expected \['DFlash2Speculator'\] or "),
+        (speculators_2(speculators_config={"algorithm": "dflash"}), {},
+         r"speculators_config\.algorithm: expected 'dflash2', found 'dflash'"),
+        (speculators_2(draft_vocab_size=12), {},
+         r"draft_vocab_size: expected none beside a candidate selector, found 12"),
+        (speculators_2(draft_ffn_type="moe"), {}, r"draft_ffn_type: expected nothing, found 'moe'"),
+        (speculators_2(conv_group_size=8), {},
+         r"kernel_projection\.weight: shape: expected \(8, 16\), found \(16, 16\)"),
+        (speculators_2(), {"candidate_selector.successor_codebook": None},
+         r"candidate_selector\.successor_codebook: expected a tensor of shape \(40, 3\), found no such tensor"),
     ],
 )  # fmt: skip
 def test_refusals(tmp_path, target, data, change, message):

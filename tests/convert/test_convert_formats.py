@@ -15,6 +15,7 @@ from drafter_formats_data import (
     open_spec,
     qwen3,
     speculators,
+    speculators_2,
     without,
     z_lab,
 )
@@ -93,6 +94,20 @@ VARIANTS = {
     "speculators, sliding": (speculators(SLIDING), TAPS, (True, False), (8, None), 4, 39),
     "speculators, not causal": (speculators(ALL_SLIDING, sliding_window_non_causal=True), TAPS, NO, (8, 8), 4, 39),
     "speculators, from the anchor": (speculators(sample_from_anchor=True), TAPS, NO, FULL, 4, 39, True),
+    # DFlash 2 in this format: all layers see the whole block, unless the flag says otherwise.
+    "speculators, DFlash 2": (speculators_2(SLIDING), TAPS, NO, (8, None), 4, 39),
+    "speculators, DFlash 2, other class": (
+        speculators_2(ALL_SLIDING, architectures=["DFlash2Speculator"]), TAPS, NO, (8, 8), 4, 39,
+    ),
+    "speculators, DFlash 2, no flag": (
+        without(speculators_2(SLIDING), "sliding_window_non_causal"), TAPS, NO, (8, None), 4, 39,
+    ),
+    "speculators, DFlash 2, causal": (
+        speculators_2(SLIDING, sliding_window_non_causal=False), TAPS, (True, False), (8, None), 4, 39,
+    ),
+    "speculators, DFlash 2, from the anchor": (
+        speculators_2(ALL_SLIDING, sample_from_anchor=True), TAPS, NO, (8, 8), 4, 39, True,
+    ),
     # Open Spec: where ids begin is written; a block is one longer than its tokens, unless slot 0 predicts.
     "Open Spec": (open_spec(), TAPS, NO, FULL, 4, 39),
     "Open Spec from 0": (open_spec({"target_layer_start_idx": 0}), (3, 8), NO, FULL, 4, 39),
@@ -158,6 +173,9 @@ def test_rope_of_the_drafter_and_biases(read, make, spelling):
         (speculators(aux_hidden_state_layer_ids=[3, 10]), "target_layer_ids", "in 0..8", "[2, 9]"),
         (speculators(mask_token_id=40), "mask_token_id", "0..39", "40"),
         (without(speculators(), "mask_token_id"), "mask_token_id", "an integer", "nothing"),
+        (z_lab(num_hidden_layers=10**9), "num_hidden_layers", "at most 1024", "1000000000"),
+        (speculators({"num_hidden_layers": 10**9}), "transformer_layer_config.num_hidden_layers", "at most", "10"),
+        (open_spec(num_hidden_layers=10**9), "num_hidden_layers", "at most 1024", "1000000000"),
         (speculators(draft_vocab_size=41), "draft_vocab_size", "at most the 40 tokens", "41"),
         (speculators(markov_rank=8), "markov_rank", "nothing", "8"),
         (speculators(block_size=3), "speculators_config.proposal_methods[0].speculative_tokens", "at most the 2", "3"),
@@ -186,6 +204,13 @@ def test_a_declared_layout_is_not_overruled(read):
     with pytest.raises(ConversionError, match=r"found nothing, which means false in this format"):
         read(silent, sample_from_anchor=True)
     assert read(speculators(sample_from_anchor=True), sample_from_anchor=True).sample_from_anchor
+
+
+def test_sizes_of_dflash_2_in_the_format_of_speculators(read):
+    silent = without(speculators_2(), "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+    for data, sizes in ((speculators_2(), (2, 4, 3, 5)), (silent, (2, 16, 256, 16))):
+        c = read(data)
+        assert (c.conv_taps, c.conv_group_size, c.selector_rank, c.selector_top_k) == sizes
 
 
 @pytest.mark.parametrize("data", [speculators(novelty=1), open_spec({"novelty": 1})])

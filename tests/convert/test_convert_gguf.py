@@ -8,6 +8,7 @@ import pytest
 import synthetic_checkpoints as synthetic
 
 import convert
+from convert.errors import ConversionWarning
 from convert.gguf_source import halves_from_pairs, hf_name
 from ddtree_jax.checkpoint import load_params
 from ddtree_jax.models.abstract import abstract_params
@@ -180,6 +181,7 @@ def test_other_pre_tokenizer_and_added_tokens(tmp_path):
         ({"llama.block_count": None}, "llama.block_count", "a value", "nothing"),
         ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model", "'gpt2'", "'llama'"),
         ({"tokenizer.ggml.pre": "llama-bpe"}, "tokenizer.ggml.pre", "'gpt-2' or 'smollm'", "'llama-bpe'"),
+        ({"llama.block_count": 10**9}, "llama.block_count", "1..1024", "1000000000"),
         ({"tokenizer.ggml.eos_token_id": 999}, "tokenizer.ggml.eos_token_id", "0..", "999"),
         ({"llama.block_count": 3}, "model.layers.2.input_layernorm.weight", "a tensor", "no such tensor"),
         ({"llama.embedding_length": 128, "llama.rope.dimension_count": None}, "shape", "128)", "64)"),
@@ -193,6 +195,13 @@ def test_refusals(tmp_path, metadata, key, expected, found):
     for part in (str(file), key, ": expected ", expected, ", found ", found):
         assert part in message, message
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_without_an_end_is_converted_with_a_warning(tmp_path):
+    file = write_gguf(tmp_path / "model.gguf", tensors(), **{"tokenizer.ggml.eos_token_id": None})
+    with pytest.warns(ConversionWarning, match=r"model\.gguf: tokenizer\.ggml\.eos_token_id: .* at the limit only"):
+        config = convert.convert_target(file, tmp_path / "out")
+    assert config.stop_token_ids == ()
 
 
 def test_unknown_tensor_keeps_its_name(tmp_path):

@@ -122,6 +122,15 @@ def test_without_a_sparse_layer_the_target_is_dense(tmp_path):
     assert target_config(tmp_path).moe is None
 
 
+def test_a_router_spelled_out_is_the_same(tmp_path):
+    router = {"scoring_func": "softmax", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+    found = []
+    for changes in ({}, router, dict.fromkeys(router)):
+        (tmp_path / "config.json").write_text(json.dumps(synthetic.target_json("qwen3_moe", **changes)))
+        found.append(target_config(tmp_path))
+    assert found[0] == found[1] == found[2]
+
+
 def test_the_later_name_of_the_number_of_experts(tmp_path):
     config = synthetic.target_json("qwen3_moe", num_experts=None, num_local_experts=7)
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -150,6 +159,11 @@ def fused(tmp_path):
         ({"norm_topk_prob": 1}, "norm_topk_prob", "true or false", "1"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step", "an integer of 1 or more", "0"),
         ({"mlp_only_layers": [2]}, "mlp_only_layers", "layers in 0..1", "2"),
+        ({"scoring_func": "sigmoid"}, "scoring_func", "'softmax'", "'sigmoid'"),
+        ({"n_group": 4}, "n_group", "1", "4"),
+        ({"topk_group": 2}, "topk_group", "1", "2"),
+        ({"routed_scaling_factor": 2.5}, "routed_scaling_factor", "1", "2.5"),
+        ({"num_experts": 10**9}, "num_experts", "at most 4096", "1000000000"),
         ({"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window", "False", "True"),
         ({"architectures": ["Qwen3ForCausalLM"]}, "architectures", "Qwen3MoeForCausalLM", "Qwen3ForCausalLM"),
     ],

@@ -63,6 +63,7 @@ def edit_tensors(folder, change, file="model.safetensors"):
         ({"num_key_value_heads": None}, "num_key_value_heads", "an integer of 1 or more", "null"),
         ({"head_dim": 7}, "head_dim", "an even number", "7"),
         ({"hidden_size": "16"}, "hidden_size", "an integer of 1 or more", "'16'"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers", "at most 1024", "1000000000"),
         ({"vocab_size": 0}, "vocab_size", "an integer of 1 or more", "0"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings", "true or false", "1"),
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps", "a finite number", "'tiny'"),

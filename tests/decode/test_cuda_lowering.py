@@ -1,16 +1,11 @@
 """The whole loop, Mosaic kernel included, lowers for a Hopper GPU on a machine without one."""
 
-import jax
-import jax.numpy as jnp
 import pytest
+from loop_lowering import lower_loop
 
 import ddtree_jax as dt
 from ddtree_jax import testing
 from ddtree_jax.config import DeltaConfig
-from ddtree_jax.decode import run as device
-from ddtree_jax.decode.plan import make_plan
-from ddtree_jax.prepare import inputs
-from pallas_kernels import choice
 
 # Heads of the real size: the kernel takes no other.
 DELTA = DeltaConfig(num_key_heads=1, num_value_heads=2, key_head_dim=128, value_head_dim=128)
@@ -24,12 +19,7 @@ def lowered(monkeypatch, method, num_nodes, num_layers, drafter=(), **overrides)
         target_layer_ids=(0,), block_size=4, **dict(drafter),
     )  # fmt: skip
     config = dt.DecodeConfig(method=method, num_nodes=num_nodes, max_new_tokens=16, temperature=1.0)
-    plan = make_plan(config, target.config, drafter.config, [3])
-    args = inputs(target, drafter, plan, [[1, 2, 3]], 0, 1.0)
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), args)
-    with monkeypatch.context() as patch:
-        patch.setattr(choice, "on_hopper", lambda: True)
-        return device.run.trace(plan.loop, *args).lower(lowering_platforms=("cuda",)).as_text()
+    return lower_loop(monkeypatch, target, drafter, config)
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,11 @@ from ddtree_jax.tree import PRESETS
 TARGET = testing.tiny_target_config()
 DRAFTER = testing.tiny_drafter_config(TARGET)
 EAGLE = testing.tiny_eagle3_config(TARGET)
+MTP = testing.tiny_mtp_config(TARGET)
 # Every method that can be planned, with a drafter that it takes.
 PAIRS = [(m, DRAFTER if METHODS[m].possible(DRAFTER) else EAGLE) for m in METHODS]
 PAIRS += [(m, EAGLE) for m in ("best_path", "static_tree")]
+PAIRS += [(m, MTP) for m in ("best_path", "static_tree", "eagle2")]
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,13 @@ PAIRS += [(m, EAGLE) for m in ("best_path", "static_tree")]
 def test_refusals_of_a_drafter_that_runs_once_a_depth(settings, message):
     with pytest.raises(ValueError, match=message):
         make_plan(dt.DecodeConfig(**settings), TARGET, EAGLE, [3])
+
+
+def test_a_prediction_layer_drafts_any_token_of_its_target():
+    settings = dt.DecodeConfig(method="static_tree", tree_choices=((0,), (60,)))
+    assert make_plan(settings, TARGET, MTP, [3]).loop.proposer.growth.choices == ((0,), (60,))
+    with pytest.raises(ValueError, match=r"\(61,\) is too wide: rank 61 of at most 60"):
+        make_plan(dataclasses.replace(settings, tree_choices=((61,),)), TARGET, MTP, [3])
 
 
 def test_a_drafter_that_runs_once_a_depth_can_go_deeper_than_by_default():

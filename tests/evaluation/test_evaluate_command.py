@@ -1,11 +1,14 @@
 """`python -m ddtree_jax evaluate`: records, resuming, refusals."""
 
 import json
+import shutil
 
 import pytest
 
 from ddtree_jax.__main__ import main
+from ddtree_jax.checkpoint import save_checkpoint
 from ddtree_jax.evaluation.runs import Results
+from ddtree_jax.loading import load_drafter, load_target
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +111,42 @@ def test_a_prompt_that_changed_is_not_taken_for_the_old_one(run, folder, capsys)
     assert "prompt 'a' of three has changed since; use another folder" in capsys.readouterr().err
 
 
+def test_a_checkpoint_that_was_replaced_is_noticed(tiny_checkpoints, tmp_path, folder, capsys):
+    pair = {name: tmp_path / name for name in ("target", "drafter")}
+    for name, path in pair.items():
+        shutil.copytree(tiny_checkpoints / name, path)
+
+    def call(out):
+        args = ["--target", str(pair["target"]), "--drafter", str(pair["drafter"]), "--methods", "autoregressive"]
+        return main(
+            ["evaluate", *args, "--prompts", str(folder / "two.jsonl"), "--out", str(tmp_path / out),
+             "--max-new-tokens", "10"]
+        )  # fmt: skip
+
+    assert call("first") == call("first") == 0
+    drafter = load_drafter(pair["drafter"], load_target(pair["target"]))
+    # The same numbers: what counts is that they were written again.
+    save_checkpoint(pair["drafter"], drafter.config, drafter.params, overwrite=True)
+    capsys.readouterr()
+    assert call("first") == 2
+    message = f"settings.json: the drafter {pair['drafter']} has been replaced since; use another folder"
+    assert message in capsys.readouterr().err
+    assert call("second") == 0
+
+    shutil.rmtree(pair["target"])
+    shutil.copytree(tiny_checkpoints / "target", pair["target"])
+    assert call("second") == 0  # the same files put back
+    with (pair["target"] / "tokenizer_config.json").open("a") as file:
+        file.write("\n")
+    assert call("second") == 2
+    assert f"the target {pair['target']} has been replaced since" in capsys.readouterr().err
+
+
+def test_a_folder_of_before_there_were_fingerprints_goes_on(tmp_path):
+    Results(tmp_path, {"target": "t"})
+    assert not Results(tmp_path, {"target": "t", "target_fingerprint": "0123456789ab"}).records
+
+
 def test_a_folder_that_cannot_be_one_is_one_line(run, folder, capsys):
     assert run("--methods", "autoregressive", out="one.jsonl", files=("two.jsonl",)) == 2
     err = capsys.readouterr().err
@@ -129,9 +168,11 @@ def test_a_damaged_folder_is_named(tmp_path, file, text, message):
         Results(tmp_path, {"a": 1})
 
 
-def test_the_summary_is_of_what_was_asked_for(run, folder):
+def test_the_summary_is_of_what_was_asked_for(run, folder, capsys):
     args = dict(out="grown", files=("one.jsonl", "two.jsonl"))
     assert run("--methods", "autoregressive,lookup", **args) == 0
-    assert run("--methods", "lookup", out="grown", files=("two.jsonl",)) == 0
+    capsys.readouterr()
+    assert run("--methods", "lookup", "--branching", "10", "--ngram", "3", out="grown", files=("two.jsonl",)) == 0
+    assert "note: --branching: not used by lookup\n" in capsys.readouterr().err
     rows = json.loads((folder / "grown" / "summary.json").read_text())
     assert {(r["set"], r["variant"], r["prompts"]) for r in rows} == {("two", "lookup", 1)}

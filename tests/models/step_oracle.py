@@ -13,6 +13,11 @@ def log_softmax(x):
     return x - np.log(np.exp(x).sum())
 
 
+def swiglu(gate_up, down, x):
+    gate, up = np.split(gate_up @ x, 2)
+    return down @ (silu(gate) * up)
+
+
 class Eagle3Oracle:
     """One text: tokens t_0 .. t_n with t_n the root, the target's taps [n, T * E] and its final hidden states [n, E] at
     t_0 .. t_{n-1}. `tables` are the target's embedding and head."""
@@ -75,9 +80,22 @@ class Eagle3Oracle:
             p = np.exp(log_softmax(keys[:, group] @ q[head] / np.sqrt(self.c.head_dim)))
             out.append(p @ values[:, group])
         h = residual + self.w("self_attn", "o_proj", "weight") @ self.gate(np.concatenate(out), x)
-        gate, up = np.split(self.w("mlp", "gate_up_proj", "weight") @ self.norm(h, "post_attention_layernorm"), 2)
-        h = h + self.w("mlp", "down_proj", "weight") @ (silu(gate) * up)
+        h = h + self.feed_forward(self.norm(h, "post_attention_layernorm"))
         return log_softmax(self.logits(h)), self.pass_on(h)
+
+    def feed_forward(self, x):
+        if self.c.moe is None:
+            return swiglu(self.w("mlp", "gate_up_proj", "weight"), self.w("mlp", "down_proj", "weight"), x)
+        moe, block = self.c.moe, lambda *path: self.w("mlp", *path, "weight")
+        share = np.exp(log_softmax(block("gate") @ x))
+        chosen = np.argsort(-share, kind="stable")[: moe.experts_per_token]
+        total = share[chosen].sum() if moe.renormalise else 1.0
+        gate_up, down = block("gate_up_proj"), block("down_proj")
+        out = sum(share[e] / total * swiglu(gate_up[e], down[e], x) for e in chosen)
+        if moe.shared_intermediate_size:
+            shared = swiglu(block("shared_expert", "gate_up_proj"), block("shared_expert", "down_proj"), x)
+            out = out + shared / (1 + np.exp(-block("shared_expert_gate") @ x))
+        return out
 
     def pass_on(self, h):
         return h

@@ -19,12 +19,18 @@ ROWS, CAPACITY, LENGTHS = 6, 32, (9, 1, 14)
 TREE = ((0,), (1,), (2,), (0, 0), (0, 2), (2, 1), (0, 2, 0), (2, 1, 3), (0, 2, 0, 1))
 
 
+EXPERTS = testing.tiny_moe(1, sparse=(True,), experts_per_token=3)
 KINDS = {
     "eagle3": lambda target: testing.tiny_eagle3(target, seed=3),
     "eagle3 with tables of its own": lambda target: testing.tiny_eagle3(
         target, seed=3, own_embedding=True, hidden_size=24
     ),
     "mtp": lambda target: testing.tiny_mtp(target, seed=3),
+    # Qwen3.5-35B-A3B and Qwen3-Next: the prediction layer has experts too, and a shared one.
+    "mtp with experts": lambda target: testing.tiny_mtp(target, seed=3, moe=EXPERTS),
+    "mtp with experts, as they come": lambda target: testing.tiny_mtp(
+        target, seed=3, moe=dataclasses.replace(EXPERTS, renormalise=False, shared_intermediate_size=0)
+    ),
 }
 SLOW = pytest.mark.slow
 
@@ -35,13 +41,15 @@ def models(kind):
     drafter = KINDS[kind](target)
     # Norms of other weights than one, and sharper distributions, so that every factor counts.
     rng = np.random.default_rng(5)
-    low, high = (-0.5, 0.5) if kind == "mtp" else (0.5, 1.5)
+    low, high = (-0.5, 0.5) if kind.startswith("mtp") else (0.5, 1.5)
     params = jax.tree_util.tree_map_with_path(
         lambda path, x: jnp.asarray(rng.uniform(low, high, x.shape), x.dtype) if "norm" in path[-2].key else x,
         drafter.params,
     )
     if "lm_head" in params:
         params["lm_head"]["weight"] = params["lm_head"]["weight"] * 3
+    if drafter.config.moe is not None:
+        params["mlp"]["gate"]["weight"] = params["mlp"]["gate"]["weight"] * 3
     return target, dataclasses.replace(drafter, params=params)
 
 
@@ -85,7 +93,9 @@ def oracles(drafter, target):
     return [oracle(drafter.config, drafter.params, tables, *text) for text in zip(*texts())]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=SLOW if kind == "mtp with experts, as they come" else ()) for kind in KINDS]
+)
 def test_the_cache_is_what_the_text_gives(kind):
     target, drafter = models(kind)
     proposer = StepProposer(Decoder(target.config), drafter.config, chain(1))
@@ -112,7 +122,7 @@ GROWTHS = {  # with what numpy builds from an oracle
 
 def kinds_and_growths():
     for kind, growth in itertools.product(KINDS, GROWTHS):
-        fast = kind == "eagle3" or (kind == "mtp" and growth in ("static", "dynamic"))
+        fast = kind == "eagle3" or (kind in ("mtp", "mtp with experts") and growth in ("static", "dynamic"))
         yield pytest.param(kind, *GROWTHS[growth], id=f"{kind}-{growth}", marks=() if fast else SLOW)
 
 
@@ -135,6 +145,16 @@ def test_trees(kind, growth, build):
         assert tree.tokens[b, 0] == root[b]
         assert set(paths.values()) == {(), *expected}
         assert len(paths) == tree.size[b]
+
+
+def test_every_part_of_the_experts_counts():
+    """What the comparison above would notice: each of these changes the distribution by far more than it allows."""
+    target, drafter = models("mtp with experts")
+    after = oracles(drafter, target)[0].after(())
+    for changes in (dict(renormalise=False), dict(experts_per_token=2), dict(shared_intermediate_size=0)):
+        moe = dataclasses.replace(EXPERTS, **changes)
+        other = dataclasses.replace(drafter, config=dataclasses.replace(drafter.config, moe=moe))
+        assert np.abs(oracles(other, target)[0].after(()) - after).max() > 50 * TOLERANCE
 
 
 def test_what_the_head_leaves_out_is_never_drafted():
