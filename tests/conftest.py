@@ -1,8 +1,8 @@
 """Strictness for the whole suite: no silent dtype or rank promotion, and room for sharding tests."""
 
-import contextlib
 import gc
 import os
+import time
 
 # One thread an operation: pytest-xdist fills the cores anyway, and on two of them XLA's pool can wait for itself for
 # ever. More threads for programs than there are cores, since those of two devices wait for each other.
@@ -17,21 +17,22 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-MOST_MEMORY_MAPS = 30_000  # of the 65,530 that Linux allows a process
+MOST_MEMORY_MAPS = 40_000  # of the 65,530 that Linux allows a process
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def forget_programs():
-    """Compiled programs hold memory maps: when a worker has many, those of the modules so far go."""
+    """Compiled programs hold memory maps: when a worker has many, all of them go."""
+    began = time.monotonic()
     yield
-    with contextlib.suppress(OSError), open("/proc/self/maps") as maps:
-        if sum(1 for _ in maps) < MOST_MEMORY_MAPS:
-            return
+    if time.monotonic() - began < 1:  # nothing much was compiled
+        return
     from ddtree_jax.decode import run
 
-    run._executables.clear()
-    jax.clear_caches()
-    gc.collect()
+    if run.memory_maps() > MOST_MEMORY_MAPS:
+        run._executables.clear()
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -43,23 +43,36 @@ def run(loop: DecodeLoop, params: Any, request: Request, prompt, prompt_length, 
     return loop.advance(params, request, state, ALL_ROUNDS)
 
 
-# Newest last. Bounded: a process that keeps hundreds of programs runs out of memory maps, on a CPU at least.
-_MOST_EXECUTABLES = 24
-_executables: collections.OrderedDict[Any, Callable] = collections.OrderedDict()
+# Newest last.
+_executables: collections.OrderedDict[Any, tuple[Callable, Callable]] = collections.OrderedDict()
+# A compiled program takes a memory map or more an operation on a CPU, and Linux gives a process 65,530 of them.
+_MOST_MEMORY_MAPS = 40_000
 
 
 def executable(function: Callable, loop: DecodeLoop, *args: Any) -> tuple[Callable, float]:
     """The compiled form of a jitted entry point, and the seconds that compiling took (0.0 if it was at hand).
 
-    Compiling ahead of the call keeps compile time out of every reported speed.
+    Compiling ahead of the call keeps compile time out of every reported speed. Where memory maps run low, the programs
+    compiled first are forgotten.
     """
     leaves, structure = jax.tree.flatten(args)
     shapes = tuple((x.shape, x.dtype.name, getattr(x, "sharding", None)) for x in leaves)
     key = (function.__name__, loop, structure, shapes)
     if (found := _executables.get(key)) is not None:
-        return found, 0.0
+        return found[1], 0.0
     began = time.perf_counter()
-    _executables[key] = compiled = function.lower(loop, *args).compile()
-    while len(_executables) > _MOST_EXECUTABLES:
-        _executables.popitem(last=False)
+    compiled = function.lower(loop, *args).compile()
+    _executables[key] = function, compiled
+    while len(_executables) > 1 and memory_maps() > _MOST_MEMORY_MAPS:
+        oldest, _ = _executables.popitem(last=False)[1]
+        oldest.clear_cache()  # JAX keeps what it compiled as long as it knows the traced function
     return compiled, time.perf_counter() - began
+
+
+def memory_maps() -> int:
+    """Of this process; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/maps", "rb") as maps:
+            return sum(1 for _ in maps)
+    except OSError:
+        return 0
