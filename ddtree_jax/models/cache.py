@@ -3,7 +3,8 @@
 An attention layer keeps keys and values of every committed token, a recurrent layer one state (`models.recurrent`);
 `empty`, `append_rows`, `path_rows` and `commit_rows` hide the difference from the decode loop.
 
-Shape letters: B slots, K key/value heads, C rows, D head_dim, N tokens of a pass, P rows committed at most.
+Shape letters: M attention layers, B slots, K key/value heads, C rows, D head_dim, N tokens of a pass, P rows committed
+at most.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,13 +27,14 @@ class KVCache:
     """Keys and values, and recurrent states, of committed tokens only; a pass never writes here, only a commit does.
 
     Attributes:
-      keys, values: one array an attention layer, [B, K, C, D], rotary embedding already applied to the keys.
+      keys, values: of all M attention layers, [M, B, K, C, D], rotary embedding already applied to the keys. One array,
+        so that one write commits all layers.
       length: [B] int32, live rows of each slot. Rows at and past it are undefined.
       recurrent: state of the recurrent layers of a hybrid target; None where there are none.
     """
 
-    keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
+    keys: jax.Array
+    values: jax.Array
     length: jax.Array
     recurrent: RecurrentState | None = None
 
@@ -41,14 +43,13 @@ class KVCache:
         """A cache of no live rows for a model. Every array is its own buffer, so that all of them can be donated."""
         delta_layers = config.delta_layers if isinstance(config, TargetConfig) else ()
 
-        def make():
-            shape = (batch, config.num_kv_heads, rows, config.head_dim)
-            return tuple(jnp.zeros(shape, config.jax_dtype) for _ in range(config.num_layers - len(delta_layers)))
-
+        layers = config.num_layers - len(delta_layers)
+        shape = (layers, batch, config.num_kv_heads, rows, config.head_dim)
+        keys, values = jnp.zeros(shape, config.jax_dtype), jnp.zeros(shape, config.jax_dtype)
         state = None
         if delta_layers:
             state = RecurrentState.empty(config.delta, layers=len(delta_layers), batch=batch, dtype=config.jax_dtype)
-        return cls(keys=make(), values=make(), length=jnp.zeros((batch,), jnp.int32), recurrent=state)
+        return cls(keys=keys, values=values, length=jnp.zeros((batch,), jnp.int32), recurrent=state)
 
 
 def path_rows(tree_kv: TreeKV, path: jax.Array) -> TreeKV:
@@ -91,8 +92,8 @@ def _append(cache: KVCache, rows: TreeKV, count: jax.Array, recurrence: Callable
     recurrent_rows = [r for r in rows if isinstance(r, RecurrentRows)]
     kv = [r for r in rows if not isinstance(r, RecurrentRows)]
     return KVCache(
-        keys=tuple(write_rows(c, k, cache.length) for c, (k, _) in zip(cache.keys, kv, strict=True)),
-        values=tuple(write_rows(c, v, cache.length) for c, (_, v) in zip(cache.values, kv, strict=True)),
+        keys=write_rows(cache.keys, jnp.stack([k for k, _ in kv]), cache.length),
+        values=write_rows(cache.values, jnp.stack([v for _, v in kv]), cache.length),
         length=cache.length + count,
         recurrent=recurrence(cache.recurrent, recurrent_rows, count) if recurrent_rows else None,
     )

@@ -51,7 +51,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, c.jax_dtype, c.zero_centred_norms)
             self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, c.jax_dtype, c.zero_centred_norms)
 
-    def __call__(self, x, rope, ancestors, positions, keys, values, lengths):
+    def __call__(self, x, rope, ancestors, positions, cache: KVCache, layer: int):
         c = self.config
         kv_end = c.num_heads + 2 * c.num_kv_heads
         heads = split_heads(self.qkv_proj(x), c.qkv_heads)
@@ -61,8 +61,8 @@ class Attention(nn.Module):
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, N, D]
         out = tree_attention(
-            q, keys, values, lengths, k, v, ancestors,
-            scale=c.head_dim**-0.5, sliding_window=self.sliding_window, positions=positions,
+            q, cache.keys, cache.values, cache.length, k, v, ancestors,
+            scale=c.head_dim**-0.5, sliding_window=self.sliding_window, positions=positions, layer=layer,
         )  # fmt: skip
         if c.attention_gate:
             out = out * jax.nn.sigmoid(gate)
@@ -128,13 +128,13 @@ class Decoder(nn.Module):
         x = self.embed_tokens(tokens)
         rope = rope_tables(c.rope, positions, c.rotary_dim or c.head_dim)
         rows = conv_rows(ancestors, c.delta.conv_kernel) if c.delta_layers else None
-        attention_rows = iter(zip(cache.keys, cache.values, strict=True))
+        attention_layers = [i for i in range(c.num_layers) if i not in c.delta_layers]
         tapped, tree_kv = {}, []
         for i, layer in enumerate(self.layers):
             if i in c.delta_layers:
                 x, kept = layer(x, ancestors, rows, cache.recurrent, c.delta_layers.index(i))
             else:
-                x, kept = layer(x, rope, ancestors, positions, *next(attention_rows), cache.length)
+                x, kept = layer(x, rope, ancestors, positions, cache, attention_layers.index(i))
             tree_kv.append(kept)
             if i in taps:
                 tapped[i] = x

@@ -47,14 +47,14 @@ class DraftAttention(nn.Module):
         k, v = jnp.split(split_heads(self.kv_proj(x), 2 * self.config.num_kv_heads), 2, axis=2)
         return apply_rope(self.k_norm(k), *rope).swapaxes(1, 2), v.swapaxes(1, 2)
 
-    def __call__(self, x: jax.Array, rope, positions: jax.Array, keys, values, lengths) -> jax.Array:
+    def __call__(self, x: jax.Array, rope, positions: jax.Array, cache: KVCache, layer: int) -> jax.Array:
         c = self.config
         q = apply_rope(self.q_norm(split_heads(self.q_proj(x), c.num_heads)), *rope)
         k, v = self.keys_values(x, rope)
         seen = jnp.asarray(static_bits(block_visibility(x.shape[1], self.causal, self.sliding_window)))
         out = tree_attention(
-            q, keys, values, lengths, k, v, jnp.broadcast_to(seen[None], (x.shape[0], *seen.shape)),
-            scale=c.head_dim**-0.5, sliding_window=self.sliding_window, positions=positions,
+            q, cache.keys, cache.values, cache.length, k, v, jnp.broadcast_to(seen[None], (x.shape[0], *seen.shape)),
+            scale=c.head_dim**-0.5, sliding_window=self.sliding_window, positions=positions, layer=layer,
         )  # fmt: skip
         return self.o_proj(out.reshape(*out.shape[:2], -1))
 
@@ -156,7 +156,7 @@ class DFlash(nn.Module):
         rope = rope_tables(c.rope, positions, c.head_dim)
         x = block.astype(c.jax_dtype)
         for i, layer in enumerate(self.layers):
-            x = layer(x, rope, positions, cache.keys[i], cache.values[i], cache.length)
+            x = layer(x, rope, positions, cache, i)
         return self.norm(x)
 
     def absorb(self, features: jax.Array, count: jax.Array, cache: KVCache) -> KVCache:

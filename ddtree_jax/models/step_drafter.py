@@ -83,8 +83,8 @@ class StepAttention(nn.Module):
         # Attention has a query for every key: those of earlier nodes have been answered and are left empty.
         q = jnp.pad(apply_rope(q, *rope), ((0, 0), (old, 0), (0, 0), (0, 0)))
         out = tree_attention(
-            q, cache.keys[0], cache.values[0], cache.length, rows.keys, rows.values, pack_bits(rows.seen),
-            scale=c.head_dim**-0.5,
+            q, cache.keys, cache.values, cache.length, rows.keys, rows.values, pack_bits(rows.seen),
+            scale=c.head_dim**-0.5, layer=0,
         )[:, old:]  # fmt: skip
         if c.attention_gate:
             out = out * jax.nn.sigmoid(gate)

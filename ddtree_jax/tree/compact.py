@@ -3,7 +3,8 @@
 A node sits at the position (root's position + depth), and siblings share a position, so keys of accepted nodes are
 already rotated for the rows they move to: a commit is a copy of at most P rows.
 
-Shape letters: B slots · N nodes, root included · P path length · K key/value heads · C cache capacity · D head_dim.
+Shape letters: B slots · N nodes, root included · P path length · M layers · K key/value heads · C cache
+capacity · D head_dim.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def gather_path_rows(tree_rows: jax.Array, path: jax.Array) -> jax.Array:
 
 
 def write_rows(cache_rows: jax.Array, rows: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Appends rows to a cache of keys or values.
+    """Appends rows to the keys or values of all layers, in one write.
 
     Always P rows are written, at rows `lengths[b]` .. `lengths[b] + P - 1` of slot b, so that shapes stay static. Rows
     past the accepted length repeat the last accepted node; they lie beyond the cache's new live length and the next
@@ -59,28 +60,28 @@ def write_rows(cache_rows: jax.Array, rows: jax.Array, lengths: jax.Array) -> ja
     would be shifted back over live rows, silently.
 
     Args:
-      cache_rows: [B, K, C, D] keys or values of the committed text.
-      rows: [B, K, P, D] the same of the tokens to append; same dtype.
+      cache_rows: [M, B, K, C, D] keys or values of the committed text in M layers.
+      rows: [M, B, K, P, D] the same of the tokens to append; same dtype.
       lengths: [B] int32 live rows of the cache before.
 
     Returns:
-      The new cache, [B, K, C, D]. Donate the old one to have it written in place.
+      The new cache, [M, B, K, C, D]. Donate the old one to have it written in place.
 
     Raises:
       ValueError: shapes or dtypes that do not match, or P > C.
     """
-    if cache_rows.ndim != 4 or rows.ndim != 4:
-        raise ValueError(f"expected [B, K, C, D] and rows [B, K, P, D], got {cache_rows.shape} and {rows.shape}")
-    batch, heads, capacity, head_dim = cache_rows.shape
-    if rows.shape != (batch, heads, rows.shape[2], head_dim) or lengths.shape != (batch,):
+    if cache_rows.ndim != 5 or rows.ndim != 5:
+        raise ValueError(f"expected [M, B, K, C, D] and rows [M, B, K, P, D], got {cache_rows.shape} and {rows.shape}")
+    layers, batch, heads, capacity, head_dim = cache_rows.shape
+    if rows.shape != (layers, batch, heads, rows.shape[3], head_dim) or lengths.shape != (batch,):
         raise ValueError(f"cache_rows {cache_rows.shape} does not fit rows {rows.shape} and lengths {lengths.shape}")
     if cache_rows.dtype != rows.dtype:
         raise ValueError(f"cache_rows and rows must have one dtype, got {cache_rows.dtype}, {rows.dtype}")
-    if rows.shape[2] > capacity:
-        raise ValueError(f"{rows.shape[2]} rows do not fit a cache of {capacity}")
+    if rows.shape[3] > capacity:
+        raise ValueError(f"{rows.shape[3]} rows do not fit a cache of {capacity}")
 
     def write(cache: jax.Array, new: jax.Array, length: jax.Array) -> jax.Array:
         start = jnp.zeros_like(length)
-        return lax.dynamic_update_slice(cache, new, (start, length, start))
+        return lax.dynamic_update_slice(cache, new, (start, start, length, start))
 
-    return jax.vmap(write)(cache_rows, rows, lengths)
+    return jax.vmap(write, in_axes=(1, 1, 0), out_axes=1)(cache_rows, rows, lengths)

@@ -15,8 +15,8 @@ from pallas_kernels.tree_attention import config, mosaic_gpu, reference
 
 def tree_attention(
     q: jax.Array,  # [B, N, H, D]
-    k_cache: jax.Array,  # [B, K, C, D]
-    v_cache: jax.Array,  # [B, K, C, D]
+    k_cache: jax.Array,  # [B, K, C, D], or [M, B, K, C, D] with `layer`
+    v_cache: jax.Array,  # the same
     lengths: jax.Array,  # [B] int32
     k_tree: jax.Array,  # [B, K, N, D]
     v_tree: jax.Array,  # [B, K, N, D]
@@ -26,6 +26,7 @@ def tree_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     positions: jax.Array | None = None,  # [B, N] int32
+    layer: int | None = None,
     implementation: str | None = None,
 ) -> jax.Array:  # [B, N, H, D]
     """One softmax over the live prefix rows and the tree keys that each node may see.
@@ -50,6 +51,8 @@ def tree_attention(
       softcap: if given, scores become softcap * tanh(scores * scale / softcap), before masking.
       positions: position of each node; default lengths[b] + popcount(ancestors[b, i]) - 1. Read only with
         `sliding_window`.
+      layer: which of the M layers of one cache array is meant. The GPU kernel reads it where it lies, and all layers
+        share one compiled kernel.
       implementation: "xla", "mosaic_gpu", or None to choose: "mosaic_gpu" on a Hopper GPU where it can, else "xla". The
         GPU kernel takes float16 and bfloat16, head_dim a multiple of 32 up to 256, and C a multiple of 8.
 
@@ -61,14 +64,17 @@ def tree_attention(
       NotImplementedError: the implementation asked for cannot do this call; the message names what.
     """
     _check_options(sliding_window, softcap, implementation)
-    _check_arrays(q, k_cache, v_cache, lengths, k_tree, v_tree, ancestors, positions)
-    arguments = (q, k_cache, v_cache, lengths, k_tree, v_tree, ancestors)
+    one_layer = (k_cache, v_cache) if layer is None else _of_layer(k_cache, v_cache, layer)
+    _check_arrays(q, *one_layer, lengths, k_tree, v_tree, ancestors, positions)
+    rest = (lengths, k_tree, v_tree, ancestors)
     options = dict(scale=scale, sliding_window=sliding_window, softcap=softcap, positions=positions)
-    capacity = k_cache.shape[2]
+    kv_heads, capacity = k_cache.shape[-3], k_cache.shape[-2]
     if choice.choose(implementation, mosaic_gpu.unsupported(q, None, capacity, scale)) == "xla":
-        return reference.tree_attention(*arguments, **options)
-    sizes = config.choose(q.shape, k_cache.shape[1], capacity)
-    return mosaic_gpu.tree_attention(*arguments, **options, config=sizes)
+        if layer is not None:
+            k_cache, v_cache = k_cache[layer], v_cache[layer]
+        return reference.tree_attention(q, k_cache, v_cache, *rest, **options)
+    sizes = config.choose(q.shape, kv_heads, capacity)
+    return mosaic_gpu.tree_attention(q, k_cache, v_cache, *rest, **options, layer=layer, config=sizes)
 
 
 def paged_tree_attention(
@@ -115,6 +121,14 @@ def _gather(pages: jax.Array, page_table: jax.Array, lengths: jax.Array) -> jax.
     used = jnp.arange(entries, dtype=jnp.int32)[None, :] * rows < lengths[:, None]
     taken = pages[jnp.where(used, page_table, 0)]  # [B, M, K, R, D]
     return taken.transpose(0, 2, 1, 3, 4).reshape(slots, kv_heads, entries * rows, head_dim)
+
+
+def _of_layer(k_cache, v_cache, layer: int):
+    """Shapes of one layer of both caches. Raises ValueError where there is no such layer."""
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.ndim != 5 or not 0 <= layer < cache.shape[0]:
+            raise ValueError(f"layer {layer} needs a {name} [M, B, K, C, D] with M > {layer}, got {cache.shape}")
+    return tuple(jax.ShapeDtypeStruct(cache.shape[1:], cache.dtype) for cache in (k_cache, v_cache))
 
 
 def _check_options(sliding_window, softcap, implementation):

@@ -35,11 +35,9 @@ from pallas_kernels.tree_attention.mosaic_gpu_static import LOG2E, LOWEST, Span,
 from pallas_kernels.tree_attention.mosaic_gpu_stream import produce
 
 
-# Jitted, so that the layers of a model share one trace and one lowering of each kernel (seconds each).
-@functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "softcap", "config", "interpret"))
 def tree_attention(
     q: jax.Array,  # [B, N, H, D]
-    k_cache: jax.Array,  # [B, K, C, D], or pages [P, K, R, D]
+    k_cache: jax.Array,  # [B, K, C, D], [M, B, K, C, D] with `layer`, or pages [P, K, R, D]
     v_cache: jax.Array,  # the same
     lengths: jax.Array,  # [B] int32
     k_tree: jax.Array,  # [B, K, N, D]
@@ -51,10 +49,29 @@ def tree_attention(
     softcap: float | None = None,
     positions: jax.Array | None = None,  # [B, N] int32
     page_table: jax.Array | None = None,  # [B, M] int32, with a paged cache
+    layer: int | None = None,
     config: Config,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:  # [B, N, H, D]
     """See `pallas_kernels.tree_attention`; the arguments are taken as checked and supported (`unsupported`)."""
+    first_slot = None
+    if layer is not None:  # slots of all layers in one line, of which this layer's begin somewhere
+        first_slot = jnp.array([layer * k_cache.shape[1]], jnp.int32)
+        k_cache, v_cache = (x.reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache))
+    return _tree_attention(
+        q, k_cache, v_cache, lengths, k_tree, v_tree, ancestors, scale=scale, sliding_window=sliding_window,
+        softcap=softcap, positions=positions, page_table=page_table, first_slot=first_slot, config=config,
+        interpret=interpret,
+    )  # fmt: skip
+
+
+# Jitted, and the layer a run-time value, so that the layers of a model share one trace and one lowering of each kernel
+# (seconds each).
+@functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "softcap", "config", "interpret"))
+def _tree_attention(
+    q, k_cache, v_cache, lengths, k_tree, v_tree, ancestors, *, scale, sliding_window, softcap, positions, page_table,
+    first_slot, config, interpret,
+):  # fmt: skip
     live_nodes = q.shape[1]
     if live_nodes > 8 and live_nodes % 8:  # TMA copies tiles of 8 rows
         spare = -live_nodes % 8
@@ -79,6 +96,8 @@ def tree_attention(
     operands = dict(q=q, k=k_cache, v=v_cache, lengths=lengths, k_tree=k_tree, v_tree=v_tree)
     if page_table is not None:
         operands["table"] = page_table
+    if first_slot is not None:
+        operands["first_slot"] = first_slot
     if sliding_window is not None:
         if positions is None:
             positions = masks.node_positions(lengths, ancestors)

@@ -17,11 +17,13 @@ def produce(static: Static, span: Span, slot, head, operands: dict, ring, barrie
     """Streams the span's blocks through the ring.
 
     Args:
-      operands: "k" and "v" [B, K, C, D], or pages [P, K, R, D] with "table" [B, M]; "k_tree" and "v_tree" [B, K, N, D].
+      operands: "k" and "v" [B, K, C, D], of several layers [M * B, K, C, D] with "first_slot" [1], or pages
+        [P, K, R, D] with "table" [B, M]; "k_tree" and "v_tree" [B, K, N, D].
       ring: keys and values in shared memory, [stages, block, D] each.
     """
     plgpu.set_max_registers(40, action="decrease")
     stages, steps = static.config.stages, span.end - span.begin
+    cache_slot = slot + operands["first_slot"][0] if "first_slot" in operands else slot
 
     def await_free(name, i):
         @pl.when(i >= stages)
@@ -41,7 +43,7 @@ def produce(static: Static, span: Span, slot, head, operands: dict, ring, barrie
         j = span.begin + i
 
         def cache(name, target):
-            return _cache_rows(static, span, slot, head, j, operands[name], operands.get("table"), target)
+            return _cache_rows(static, span, cache_slot, head, j, operands[name], operands.get("table"), target)
 
         def tree(name, target):
             return _tree_rows(static, span, slot, head, j, operands[f"{name}_tree"], target)

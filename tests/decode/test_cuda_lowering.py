@@ -1,11 +1,13 @@
 """The whole loop, Mosaic kernel included, lowers for a Hopper GPU on a machine without one."""
 
+import numpy as np
 import pytest
-from loop_lowering import lower_loop
+from loop_lowering import kernel_operands, lower_loop
 
 import ddtree_jax as dt
 from ddtree_jax import testing
 from ddtree_jax.config import DeltaConfig
+from ddtree_jax.decode.width import RoundCosts
 
 # Heads of the real size: the kernel takes no other.
 DELTA = DeltaConfig(num_key_heads=1, num_value_heads=2, key_head_dim=128, value_head_dim=128)
@@ -18,7 +20,9 @@ def lowered(monkeypatch, method, num_nodes, num_layers, drafter=(), **overrides)
         target, num_heads=6, num_kv_heads=2, head_dim=64, num_layers=1, causal=(False,), sliding_windows=(None,),
         target_layer_ids=(0,), block_size=4, **dict(drafter),
     )  # fmt: skip
-    config = dt.DecodeConfig(method=method, num_nodes=num_nodes, max_new_tokens=16, temperature=1.0)
+    config = dt.DecodeConfig(
+        method=method, num_nodes=num_nodes, widths=(8, 32), max_new_tokens=16, temperature=1.0
+    )  # fmt: skip
     return lower_loop(monkeypatch, target, drafter, config)
 
 
@@ -37,6 +41,15 @@ def test_lowers_with_the_gpu_kernel(monkeypatch, method, num_nodes):
     assert one >= (2 if method.startswith("lookup") else 3)
     # Layers share a lowering: that of one kernel takes seconds, and models have dozens of layers.
     assert lowered(monkeypatch, method, num_nodes, num_layers=3).count("mosaic_gpu") == one
+
+
+def test_every_width_to_choose_from_lowers_with_the_gpu_kernel(monkeypatch):
+    costs = RoundCosts(np.zeros(1, np.float32), np.ones((1, 2), np.float32))
+    monkeypatch.setattr("ddtree_jax.prepare.round_costs", lambda *_: costs)
+    text = lowered(monkeypatch, "ddtree", "auto", num_layers=1)
+    # Prompt chunk and both widths, each with a branch of its own, beside the drafter's block.
+    queries = {call[0] for call in kernel_operands(text) if len(call) == 8 and len(call[0]) == len(call[1]) == 4}
+    assert queries == {(1, rows, 6, 64) for rows in (4, 16, 8, 32)}
 
 
 @pytest.mark.slow

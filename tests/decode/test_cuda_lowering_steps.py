@@ -31,8 +31,8 @@ def lowered(monkeypatch, method, family, drafter=None, **overrides) -> str:
 
 
 def attention_queries(text: str) -> set[tuple[int, int, int]]:
-    """(rows, heads, head_dim) of each tree attention that is a kernel: queries, caches, lengths, rows, words."""
-    return {call[0][1:] for call in kernel_operands(text) if len(call) == 7 and len(call[0]) == len(call[1]) == 4}
+    """(rows, heads, head_dim) of each tree attention that is a kernel: queries, caches, lengths, rows, layer, words."""
+    return {call[0][1:] for call in kernel_operands(text) if len(call) == 8 and len(call[0]) == len(call[1]) == 4}
 
 
 def expected_queries(method: str) -> set[tuple[int, int, int]]:

@@ -70,7 +70,9 @@ def test_a_round_copies_no_cache_and_no_weight(pair):
     """Copies in the optimised program, by shape: caches are written in place, weights read where they lie."""
     plan, args = arguments(pair, [[1, 2, 3]])
     params, request, _, _, state = args
-    text = device.advance.lower(plan.loop, params, request, state, ALL_ROUNDS).compile().as_text()
+    # The tests' one thread an operation has products that copy their weights.
+    options = {"xla_cpu_multi_thread_eigen": True}
+    text = device.advance.lower(plan.loop, params, request, state, ALL_ROUNDS).compile(options).as_text()
     big = [x for x in jax.tree.leaves((params, state.target_cache, state.drafter_cache)) if x.ndim > 1]
     shapes = {f"f32[{','.join(map(str, x.shape))}]" for x in big}
     made = re.findall(r"= (\w+\[[\d,]*\])\S* (\S+)\(", text)
@@ -187,3 +189,17 @@ def test_a_drafter_that_does_not_fit(pair, field, value, message):
     config = testing.tiny_drafter_config(pair[0].config, **{field: value})
     with pytest.raises(ValueError, match=message):
         check_fits(config, pair[0].config)
+
+
+def test_programs_are_forgotten_where_memory_maps_run_low(pair, monkeypatch):
+    def decode(width):
+        return dt.generate(*pair, [[1, 2, 3]], dt.DecodeConfig(num_nodes=width, max_new_tokens=4)).tokens
+
+    first = decode(2)
+    kept = len(device._executables)
+    if not (before := device.memory_maps()):
+        pytest.skip("this system does not tell")
+    monkeypatch.setattr(device, "_MOST_MEMORY_MAPS", before)
+    assert all(decode(width) == first for width in (3, 4, 5, 6, 2))
+    assert len(device._executables) < kept + 5
+    assert device.memory_maps() < 1.5 * before + 1000

@@ -30,6 +30,7 @@ class Case:
     softcap: float | None = None
     positions: bool = False  # give positions other than the default ones
     page_rows: int = 0  # if set, the cache is cut into pages of so many rows, in random order
+    layer: int | None = None  # if set, of a cache array of three layers, of which the others are NaN
     config: tuple[tuple[str, int | str], ...] = ()  # fields of the kernel's Config, where the implementation has one
 
     @property
@@ -39,6 +40,7 @@ class Case:
         extras += ["softcap"] if self.softcap else []
         extras += ["positions"] if self.positions else []
         extras += [f"pages{self.page_rows}"] if self.page_rows else []
+        extras += [f"layer{self.layer}"] if self.layer is not None else []
         extras += [str(value) for _, value in self.config]
         shape = f"n{self.nodes}h{self.heads}k{self.kv_heads}d{self.head_dim}c{self.capacity}"
         return "-".join([shape, "x".join(map(str, self.lengths)), self.dtype, *extras])
@@ -111,10 +113,19 @@ def to_pages(case: Case, operands: tuple) -> tuple:
     return (q, cut(k_cache), cut(v_cache), jnp.asarray(table), lengths, *tree)
 
 
+def in_layers(case: Case, operands: tuple, options: dict) -> tuple[tuple, dict]:
+    """The operands with the cache as one layer of several, where the case says so."""
+    if case.layer is None:
+        return operands, options
+    q, k_cache, v_cache, *rest = operands
+    stacked = (jnp.full((3, *x.shape), jnp.nan, x.dtype).at[case.layer].set(x) for x in (k_cache, v_cache))
+    return (q, *stacked, *rest), options | {"layer": case.layer}
+
+
 class TreeAttentionSuite:
     """Subclasses set `cases` and define `attend`, which computes a case in its implementation.
 
-    Where `case.page_rows` is set they compute it from `to_pages(case, operands)`.
+    Where `case.page_rows` is set they compute it from `to_pages(case, operands)`, else from `in_layers`.
     """
 
     cases: tuple[Case, ...] = ()

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from suite import Case, TreeAttentionSuite, make_operands, to_pages
+from suite import Case, TreeAttentionSuite, in_layers, make_operands, to_pages
 
 from pallas_kernels.choice import on_hopper
 from pallas_kernels.tree_attention import paged_tree_attention, tree_attention
@@ -51,12 +51,18 @@ class TestGpu(TreeAttentionSuite):
             Case(nodes=30, heads=8, kv_heads=2, head_dim=128, capacity=1000, lengths=(0, 513, 999), page_rows=rows)
             for rows in (16, 32, 64, 128)
         ),
+        *(
+            Case(nodes=30, heads=8, kv_heads=2, head_dim=128, capacity=1000, lengths=(0, 513, 999), layer=layer)
+            for layer in range(3)
+        ),
+        Case(nodes=64, heads=32, kv_heads=8, head_dim=128, capacity=3000, lengths=(2900,), layer=2),
     )
 
     def attend(self, case, operands, options):
         function = tree_attention
         if case.page_rows:
             function, operands = paged_tree_attention, to_pages(case, operands)
+        operands, options = in_layers(case, operands, options)
         return jax.jit(lambda *a: function(*a, **options, implementation="mosaic_gpu"))(*operands)
 
     @pytest.mark.parametrize("nodes, length", [(1, 3000), (64, 1000), (256, 700)])

@@ -4,7 +4,7 @@ import jax
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from suite import Case, TreeAttentionSuite, to_pages
+from suite import Case, TreeAttentionSuite, in_layers, to_pages
 
 from pallas_kernels.tree_attention import mosaic_gpu
 from pallas_kernels.tree_attention.config import Config
@@ -119,12 +119,24 @@ class TestInterpreted(TreeAttentionSuite):
             page_rows=128,
             config=config(splits=1),
         ),
+        # One layer of several, with two slots.
+        Case(
+            nodes=9,
+            heads=4,
+            kv_heads=2,
+            head_dim=64,
+            capacity=200,
+            lengths=(150, 0),
+            layer=1,
+            config=config(consumers=1, splits=2),
+        ),
     )
 
     def attend(self, case, operands, options):
         if case.page_rows:
             *operands, table = move_table_last(to_pages(case, operands))
             options = options | dict(page_table=table)
+        operands, options = in_layers(case, operands, options)
         try:
             out = mosaic_gpu.tree_attention(
                 *operands,

@@ -82,3 +82,22 @@ def test_too_much_shared_memory_is_refused_without_a_gpu():
 def test_pages_lower():
     table = jax.ShapeDtypeStruct((1, 16), jnp.int32)
     lower(Config(block=128, stages=2, consumers=1, splits=2), capacity=32, page_table=table)
+
+
+def test_layers_share_one_lowering():
+    def struct(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    cache, tree = struct(3, 1, 2, 512, 128), struct(1, 2, 32, 128)
+    words, length = struct(1, 32, 1, dtype=jnp.uint32), struct(1, dtype=jnp.int32)
+
+    def layers(q, *rest):
+        for layer in range(3):
+            config = Config(block=128, stages=2, consumers=1, splits=2)
+            q = mosaic_gpu.tree_attention(q, *rest, scale=0.1, layer=layer, config=config)
+        return q
+
+    operands = (struct(1, 32, 8, 128), cache, cache, length, tree, tree, words)
+    text = jax.jit(layers).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == 2  # attention and merge, called three times
+    assert text.count("call @_tree_attention") == 3

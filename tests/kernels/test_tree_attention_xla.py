@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from suite import Case, TreeAttentionSuite, make_operands, to_pages
+from suite import Case, TreeAttentionSuite, in_layers, make_operands, to_pages
 
 from pallas_kernels.tree_attention import paged_tree_attention, tree_attention
 
@@ -27,12 +27,14 @@ class TestXla(TreeAttentionSuite):
         Case(nodes=12, heads=15, kv_heads=3, head_dim=8, capacity=0, lengths=(0, 0), dtype="float32"),
         Case(nodes=130, heads=7, kv_heads=1, head_dim=24, capacity=64, lengths=(50,), sliding_window=30, softcap=4.0),
         Case(nodes=6, **_SMALL, lengths=(0, 33), page_rows=16, dtype="float32"),
+        Case(nodes=6, **_SMALL, lengths=(0, 33), layer=2, dtype="float32"),
     )
 
     def attend(self, case, operands, options):
         function = tree_attention
         if case.page_rows:
             function, operands = paged_tree_attention, to_pages(case, operands)
+        operands, options = in_layers(case, operands, options)
         return jax.jit(lambda *a: function(*a, **options, implementation="xla"))(*operands)
 
 
@@ -65,6 +67,7 @@ def test_keys_and_values_are_not_repeated_for_the_group():
         ("sliding_window", lambda _: 0, "sliding_window must be"),
         ("softcap", lambda _: 0.0, "softcap must be"),
         ("implementation", lambda _: "cuda", "implementation must be"),
+        ("layer", lambda _: 0, r"layer 0 needs a k_cache \[M, B, K, C, D\]"),
     ],
 )
 def test_bad_arguments_are_named(name, change, message):

@@ -39,10 +39,8 @@ def functions(config):
 
 def empty_cache(config, batch=2):
     """Rows that nobody wrote are NaN: reading one of them cannot go unnoticed."""
-    shape = (batch, config.num_kv_heads, CAPACITY, config.head_dim)
-    keys, values = (
-        tuple(jnp.asarray(np.full(shape, np.nan, config.jax_dtype)) for _ in range(config.num_layers)) for _ in "kv"
-    )
+    shape = (config.num_layers, batch, config.num_kv_heads, CAPACITY, config.head_dim)
+    keys, values = (jnp.asarray(np.full(shape, np.nan, config.jax_dtype)) for _ in "kv")
     return KVCache(keys=keys, values=values, length=jnp.zeros((batch,), jnp.int32))
 
 

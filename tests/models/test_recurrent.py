@@ -191,7 +191,7 @@ def test_an_empty_cache():
     """One array for all recurrent layers, keys and values for the attention layer only, every buffer its own."""
     cache = KVCache.empty(testing.tiny_hybrid_config(dtype="bfloat16"), batch=2, rows=8)
     d = CONFIG.delta
-    assert len(cache.keys) == len(cache.values) == 1
+    assert cache.keys.shape[:2] == cache.values.shape[:2] == (1, 2)
     assert cache.recurrent.states.shape == (3, 2, d.num_value_heads, d.key_head_dim, d.value_head_dim)
     assert (cache.recurrent.states.dtype, cache.recurrent.window.dtype) == (jnp.float32, jnp.bfloat16)
     assert cache.recurrent.window.shape == (3, 2, 3, d.conv_channels)

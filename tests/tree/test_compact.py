@@ -7,7 +7,11 @@ from ddtree_jax.tree import gather_path, gather_path_rows, write_rows
 
 
 def move(cache, tree_rows, path, lengths):
-    return write_rows(cache, gather_path_rows(tree_rows, path), lengths)
+    """In a cache of two layers, of which the second gets the opposite."""
+    rows = gather_path_rows(tree_rows, path)
+    first, second = write_rows(jnp.stack([cache, -cache]), jnp.stack([rows, -rows]), lengths)
+    np.testing.assert_array_equal(first, -second)
+    return first
 
 
 def random_paths(rng, slots, num_nodes, length):
@@ -34,7 +38,7 @@ def test_rows_land_after_the_live_ones(slots, num_nodes, length, dtype):
     for slot in range(slots):
         for step in range(length):
             expected[slot, :, lengths[slot] + step] = np.asarray(tree_rows)[slot, :, path[slot, step]]
-    moved = jax.jit(move)(cache, tree_rows, path, lengths)
+    moved = move(cache, tree_rows, path, lengths)
     assert moved.dtype == dtype
     np.testing.assert_array_equal(np.asarray(moved), expected)
 
@@ -59,19 +63,19 @@ def test_gather_path(tail):
 
 
 def test_errors():
-    cache, rows, lengths = jnp.zeros((2, 3, 8, 4)), jnp.zeros((2, 3, 5, 4)), jnp.zeros((2,), jnp.int32)
+    cache, rows, lengths = jnp.zeros((1, 2, 3, 8, 4)), jnp.zeros((1, 2, 3, 5, 4)), jnp.zeros((2,), jnp.int32)
     path = jnp.zeros((2, 2), jnp.int32)
-    with pytest.raises(ValueError, match=r"expected \[B, K, C, D\]"):
+    with pytest.raises(ValueError, match=r"expected \[M, B, K, C, D\]"):
         write_rows(cache[0], rows, lengths)
     with pytest.raises(ValueError, match="does not fit rows"):
-        write_rows(cache, rows[:, :2], lengths)
+        write_rows(cache, rows[:, :, :2], lengths)
     with pytest.raises(ValueError, match="lengths"):
         write_rows(cache, rows, lengths[:1])
     with pytest.raises(ValueError, match="one dtype"):
         write_rows(cache, rows.astype(jnp.bfloat16), lengths)
     with pytest.raises(ValueError, match="9 rows do not fit"):
-        write_rows(cache, jnp.zeros((2, 3, 9, 4)), lengths)
+        write_rows(cache, jnp.zeros((1, 2, 3, 9, 4)), lengths)
     with pytest.raises(ValueError, match="expected tree_rows"):
-        gather_path_rows(rows, path[:1])
+        gather_path_rows(rows[0], path[:1])
     with pytest.raises(ValueError, match="expected x"):
-        gather_path(rows, path[:1])
+        gather_path(rows[0], path[:1])
