@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks._models import normal
 from benchmarks.tree_build import marginals
 from ddtree_jax.decode.loop import DecodeLoop, Kept, Verified
+from ddtree_jax.decode.noise import at_context, noise, noisy_state
 from ddtree_jax.decode.plan import ROW_TILE
 from ddtree_jax.decode.proposers import NoDraft
 from ddtree_jax.decode.state import DecodeState, Request
@@ -107,15 +107,8 @@ class Rounds:
         return self._reset(state), (draws + state.root[:, None]) % self._vocab
 
     def _reset(self, state: DecodeState) -> DecodeState:
-        def at_context(cache):  # each with a buffer of its own, so that all can be donated
-            return cache if cache is None else cache.replace(length=jnp.full((1,), self.context, jnp.int32))
-
-        return state.replace(
-            target_cache=at_context(state.target_cache),
-            drafter_cache=at_context(state.drafter_cache),
-            num_tokens=jnp.zeros((1,), jnp.int32),
-            rounds=jnp.zeros((1,), jnp.int32),
-            done=jnp.zeros((1,), bool),
+        return at_context(state, self.context).replace(
+            num_tokens=jnp.zeros((1,), jnp.int32), rounds=jnp.zeros((1,), jnp.int32), done=jnp.zeros((1,), bool)
         )
 
     # Operands.
@@ -123,8 +116,7 @@ class Rounds:
     def _state(self) -> DecodeState:
         """A state with random keys and values."""
         rows = -(-(self.context + self.loop.proposer.max_path) // ROW_TILE) * ROW_TILE
-        empty = self.loop.init_state(1, rows, _OUTPUT_ROWS)
-        return self._reset(_randomise(empty))
+        return self._reset(noisy_state(self.loop, 1, rows, _OUTPUT_ROWS))
 
     def _log_probs(self) -> jax.Array:
         """Marginals that flatten with depth, as a drafter's do."""
@@ -145,17 +137,7 @@ class Rounds:
         like = jax.eval_shape(self.loop.verify_tree, params, self._request(), self._state(), tree).out
         empty = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
         walk = accept(tree, draws, max_path=self.loop.proposer.max_path)
-        return Verified(tree=tree, out=_randomise(empty), draws=draws, walk=walk)
-
-
-def _randomise(tree: Any) -> Any:
-    """Random numbers for every floating-point array."""
-    leaves, structure = jax.tree.flatten(tree)
-    keys = jax.random.split(jax.random.key(2), len(leaves))
-    floating = [jnp.issubdtype(x.dtype, jnp.floating) for x in leaves]
-    return structure.unflatten(
-        [normal(k, x.shape, x.dtype, 1.0) if f else x for k, x, f in zip(keys, leaves, floating)]
-    )
+        return Verified(tree=tree, out=noise(empty), draws=draws, walk=walk)
 
 
 def compile_part(part: Part, params: Any) -> Callable:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 def write_whole(file: Path, content: bytes) -> None:
     """Writes beside `file` and renames: a file of the final name is whole. An OSError leaves nothing behind."""
-    temporary = file.with_name(f".{file.name}.writing")
+    temporary = file.with_name(f".{file.name}.writing-{os.getpid()}")
     try:
         temporary.write_bytes(content)
         os.replace(temporary, file)

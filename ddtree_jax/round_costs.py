@@ -4,7 +4,6 @@ The loop that will decode is timed itself: with a cost table that makes one widt
 Caches are filled with noise up to the context asked for, so that no prompt has to be read.
 """
 
-import functools
 import hashlib
 import json
 import os
@@ -18,11 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ddtree_jax.decode import run as device
-from ddtree_jax.decode.loop import DecodeLoop
+from ddtree_jax.decode.noise import at_context, noisy_state
 from ddtree_jax.decode.plan import Plan
-from ddtree_jax.decode.state import DecodeState, Request
+from ddtree_jax.decode.state import Request
 from ddtree_jax.decode.width import RoundCosts
 from ddtree_jax.files import write_whole
+from ddtree_jax.models import layers
 
 CACHE_VARIABLE = "DDTREE_JAX_CACHE"
 _REPEATS = 3
@@ -36,9 +36,9 @@ _known: dict[str, RoundCosts] = {}
 def round_costs(plan: Plan, params: Any) -> RoundCosts:
     """Seconds of a round at each of the loop's widths, as host arrays; measured if no table of them is on disk.
 
-    A table holds for one loop (models, methods, widths), batch, cache size, device and version of JAX. They are in
-    `$DDTREE_JAX_CACHE`, else `$XDG_CACHE_HOME/ddtree_jax`, else `~/.cache/ddtree_jax`; a file that cannot be read
-    counts as missing.
+    A table holds for one loop (models, method, widths), batch, cache size, device, version of JAX and kernel of the
+    linear layers. Tables are in `$DDTREE_JAX_CACHE`, else `$XDG_CACHE_HOME/ddtree_jax`, else `~/.cache/ddtree_jax`; a
+    file that cannot be read counts as missing.
     """
     setting = {
         "format": _FORMAT,
@@ -47,6 +47,7 @@ def round_costs(plan: Plan, params: Any) -> RoundCosts:
         "cache_rows": plan.cache_rows,
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
+        "matmul": layers.MATMUL,
     }
     key = hashlib.sha256(json.dumps(setting).encode()).hexdigest()[:24]
     if key not in _known:
@@ -78,7 +79,8 @@ def measure(plan: Plan, params: Any) -> RoundCosts:
         priced = jax.device_put(request.replace(costs=RoundCosts(np.zeros(1, np.float32), prices[None])))
         times = []
         for _ in range(1 + _REPEATS):
-            args = (params, priced, _at_context(plan, context), jnp.int32(count))
+            state = _noisy_state(loop, plan.batch, plan.cache_rows, plan.output_rows)
+            args = (params, priced, at_context(state, context), jnp.int32(count))
             call, _ = device.executable(device.advance, loop, *args)
             jax.block_until_ready(args)
             began = time.perf_counter()
@@ -87,30 +89,15 @@ def measure(plan: Plan, params: Any) -> RoundCosts:
         return min(times[1:])
 
     def one_round(width: int, context: int) -> float:
-        # The difference: what a call costs, however many rounds it makes, is in both.
-        return max(seconds(width, context, 1 + rounds) - seconds(width, context, 1), 1e-9) / rounds
+        # The difference: what a call costs, however many rounds it makes, is in both. Noise may eat it up, not half.
+        long = seconds(width, context, 1 + rounds)
+        return max((long - seconds(width, context, 1)) / rounds, long / (1 + rounds) / 2)
 
     table = [[one_round(width, context) for width in range(len(loop.widths))] for context in contexts]
     return RoundCosts(np.array(contexts, np.float32), np.array(table, np.float32))
 
 
-def _at_context(plan: Plan, context: int) -> DecodeState:
-    state = _noise(plan.loop, plan.batch, plan.cache_rows, plan.output_rows)
-
-    def at_context(cache):  # each with a buffer of its own, so that all can be donated
-        return cache.replace(length=jnp.full((plan.batch,), context, jnp.int32))
-
-    return state.replace(target_cache=at_context(state.target_cache), drafter_cache=at_context(state.drafter_cache))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _noise(loop: DecodeLoop, batch: int, cache_rows: int, output_rows: int) -> DecodeState:
-    """An empty state whose caches hold noise, so that tokens differ and reach different experts."""
-    leaves, structure = jax.tree.flatten(loop.init_state(batch, cache_rows, output_rows))
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    caches = [x.ndim > 2 for x in leaves]
-    noisy = [jax.random.normal(k, x.shape, x.dtype) if c else x for k, x, c in zip(keys, leaves, caches)]
-    return structure.unflatten(noisy)
+_noisy_state = jax.jit(noisy_state, static_argnums=(0, 1, 2, 3))
 
 
 def _folder() -> Path:

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scripted import Scripted
-from test_exactness import scripted_run
+from scripted import Scripted, scripted_run
 
 import ddtree_jax as dt
 from ddtree_jax import testing
