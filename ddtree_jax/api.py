@@ -33,7 +33,7 @@ class Generation:
       finish_reasons: "stop" (a stop token) or "length" (`max_new_tokens` or capacity).
       prompt_lengths: in tokens.
       seconds: wall time on the device, prefill included, compiling not.
-      compile_seconds: 0.0 where the executable was at hand.
+      compile_seconds: 0.0 where the executable was at hand. Includes measuring what widths cost (`num_nodes="auto"`).
     """
 
     tokens: list[list[int]]
@@ -76,10 +76,12 @@ def generate(
     done: list[DecodeState] = []
     seconds = compile_seconds = 0.0
     for first in range(0, len(encoded), plan.batch):
+        began = time.perf_counter()
         args = inputs(target, drafter, plan, encoded, first, config.temperature)
+        measuring = time.perf_counter() - began if plan.loop.widths and first == 0 else 0.0
         call, compiling = device.executable(device.run, plan.loop, *args)
         if compiling:
-            compiling += _first_run(call, args)
+            compiling += measuring + _first_run(call, args)
             args = inputs(target, drafter, plan, encoded, first, config.temperature)  # the state was donated
         jax.block_until_ready(args)
         began = time.perf_counter()

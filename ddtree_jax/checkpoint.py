@@ -315,5 +315,5 @@ def _what_is(path: Path) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    text = (str(error).strip() or type(error).__name__).splitlines()[0].split(" See full TensorStore")[0]
     return text if len(text) <= 300 else text[:300] + "..."

@@ -12,6 +12,7 @@ from typing import Any
 
 FILE = "files.json"
 _HASHED_BYTES = 2**20
+_OWN = (".json", ".jinja", ".model")  # config and tokenizer
 
 
 def list_files(folder: Path, below: str) -> dict[str, dict[str, Any]]:
@@ -59,11 +60,11 @@ def fingerprint(folder: str | Path) -> str:
     """12 hex digits that change when a checkpoint is written anew, and stay when its folder is copied or moved.
 
     The names of data files are drawn when they are written, so that their list tells even checkpoints of equal sizes
-    apart without reading them. Hidden files are no part of a checkpoint.
+    apart without reading them. Notes beside a checkpoint, hidden files and the list itself are no part of it.
     """
     folder = Path(folder)
-    visible = (file for file in sorted(folder.iterdir()) if file.is_file() and not file.name.startswith("."))
-    beside = {file.name: _sha256(file) for file in visible}
+    files = (f for f in sorted(folder.iterdir()) if f.is_file() and f.suffix in _OWN and f.name != FILE)
+    beside = {file.name: _sha256(file) for file in files if not file.name.startswith(".")}
     return hashlib.sha256(json.dumps([beside, list_files(folder, "params")]).encode()).hexdigest()[:12]
 
 

@@ -10,6 +10,7 @@ from ddtree_jax.config import DecodeConfig
 from ddtree_jax.decode.plan import Plan, bucket, make_plan
 from ddtree_jax.decode.run import empty_state
 from ddtree_jax.decode.state import Request
+from ddtree_jax.decode.width import RoundCosts
 from ddtree_jax.loading import Drafter, Target
 from ddtree_jax.prompts import Prompt, encode_prompt
 from ddtree_jax.round_costs import round_costs
@@ -63,7 +64,12 @@ def inputs(target: Target, drafter: Drafter | None, plan: Plan, encoded, first: 
         seeds=np.array((*plan.seeds[batch], *[0] * missing), np.uint32),
         stop_tokens=stops,
         temperature=np.float32(temperature),
-        costs=round_costs(plan, params) if plan.loop.widths else None,
+        costs=_costs(plan, params) if plan.loop.widths else None,
     )
     state = empty_state(plan.loop, plan.batch, plan.cache_rows, plan.output_rows)
     return params, *jax.device_put((request, prompt, lengths)), state
+
+
+def _costs(plan: Plan, params) -> RoundCosts:
+    # The first token is the prompt's: a text of one token has no rounds.
+    return round_costs(plan, params) if max(plan.limits) > 1 else RoundCosts.flat(plan.loop.widths)

@@ -4,9 +4,11 @@ The loop that will decode is timed itself: with a cost table that makes one widt
 Caches are filled with noise up to the context asked for, so that no prompt has to be read.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
+import platform
 import time
 import warnings
 from pathlib import Path
@@ -16,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import ddtree_jax
 from ddtree_jax.decode import run as device
 from ddtree_jax.decode.noise import at_context, noisy_state
 from ddtree_jax.decode.plan import Plan
@@ -25,7 +28,7 @@ from ddtree_jax.files import write_whole
 from ddtree_jax.models import layers
 
 CACHE_VARIABLE = "DDTREE_JAX_CACHE"
-_REPEATS = 3
+_REPEATS = 4
 _MOST_ROUNDS = 8
 _PROHIBITIVE = 1e9
 _FORMAT = 1
@@ -36,17 +39,18 @@ _known: dict[str, RoundCosts] = {}
 def round_costs(plan: Plan, params: Any) -> RoundCosts:
     """Seconds of a round at each of the loop's widths, as host arrays; measured if no table of them is on disk.
 
-    A table holds for one loop (models, method, widths), batch, cache size, device, version of JAX and kernel of the
-    linear layers. Tables are in `$DDTREE_JAX_CACHE`, else `$XDG_CACHE_HOME/ddtree_jax`, else `~/.cache/ddtree_jax`; a
+    A table holds for one loop (models, method, widths, temperature 0 or not), batch, cache size, device, version of
+    JAX and of this package, and kernel of the linear layers. Tables are JSON files in `round_costs` of
+    `$DDTREE_JAX_CACHE`, else `$XDG_CACHE_HOME/ddtree_jax`, else `~/.cache/ddtree_jax`: delete them to measure anew. A
     file that cannot be read counts as missing.
     """
     setting = {
         "format": _FORMAT,
-        "loop": repr(plan.loop),
+        "loop": repr(dataclasses.replace(plan.loop, chunk=0)),  # of the prompt: no part of a round
         "batch": plan.batch,
         "cache_rows": plan.cache_rows,
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
+        "device": _device(),
+        "versions": [jax.__version__, ddtree_jax.__version__],
         "matmul": layers.MATMUL,
     }
     key = hashlib.sha256(json.dumps(setting).encode()).hexdigest()[:24]
@@ -62,9 +66,9 @@ def round_costs(plan: Plan, params: Any) -> RoundCosts:
 
 def measure(plan: Plan, params: Any) -> RoundCosts:
     """Times rounds of each width at a short and at a long context of the plan's cache; see `round_costs`."""
-    loop, path = plan.loop, plan.loop.proposer.max_path
-    rounds = max(1, min(_MOST_ROUNDS, plan.cache_rows // (4 * path)))
-    longest = plan.cache_rows - (1 + rounds) * path
+    loop, path, widths = plan.loop, plan.loop.proposer.max_path, range(len(plan.loop.widths))
+    rounds = max(1, min(_MOST_ROUNDS, plan.cache_rows // path))
+    longest = plan.cache_rows - rounds * path
     contexts = sorted({longest // 8, longest})
     request = Request(
         limit=np.full(plan.batch, np.iinfo(np.int32).max, np.int32),
@@ -73,36 +77,34 @@ def measure(plan: Plan, params: Any) -> RoundCosts:
         temperature=np.float32(1),
     )
 
-    def seconds(width: int, context: int, count: int) -> float:
-        """The fastest of a few runs of `count` rounds."""
-        prices = np.where(np.arange(len(loop.widths)) == width, 1, _PROHIBITIVE).astype(np.float32)
+    def seconds(width: int, context: int) -> float:
+        """Of a round, in a call of several."""
+        prices = np.where(np.arange(len(widths)) == width, 1, _PROHIBITIVE).astype(np.float32)
         priced = jax.device_put(request.replace(costs=RoundCosts(np.zeros(1, np.float32), prices[None])))
-        times = []
-        for _ in range(1 + _REPEATS):
-            state = _noisy_state(loop, plan.batch, plan.cache_rows, plan.output_rows)
-            args = (params, priced, at_context(state, context), jnp.int32(count))
-            call, _ = device.executable(device.advance, loop, *args)
-            jax.block_until_ready(args)
-            began = time.perf_counter()
-            jax.block_until_ready(call(*args))
-            times.append(time.perf_counter() - began)
-        return min(times[1:])
+        state = at_context(_noisy_state(loop, plan.batch, plan.cache_rows, plan.output_rows), context)
+        args = (params, priced, state, jnp.int32(rounds))
+        call, _ = device.executable(device.advance, loop, *args)
+        jax.block_until_ready(args)
+        began = time.perf_counter()
+        jax.block_until_ready(call(*args))
+        return (time.perf_counter() - began) / rounds
 
-    def one_round(width: int, context: int) -> float:
-        # The difference: what a call costs, however many rounds it makes, is in both. Noise may eat it up, not half.
-        long = seconds(width, context, 1 + rounds)
-        return max((long - seconds(width, context, 1)) / rounds, long / (1 + rounds) / 2)
-
-    table = [[one_round(width, context) for width in range(len(loop.widths))] for context in contexts]
-    return RoundCosts(np.array(contexts, np.float32), np.array(table, np.float32))
+    # In turn, so that what disturbs the machine for a while disturbs no width alone. The first runs warm up.
+    runs = [[[seconds(width, context) for width in widths] for context in contexts] for _ in range(1 + _REPEATS)]
+    return RoundCosts(np.array(contexts, np.float32), np.min(np.array(runs[1:], np.float32), axis=0))
 
 
 _noisy_state = jax.jit(noisy_state, static_argnums=(0, 1, 2, 3))
 
 
+def _device() -> str:
+    kind = jax.devices()[0].device_kind
+    return f"{kind} of {platform.node()}, {os.cpu_count()} cores" if kind == "cpu" else kind
+
+
 def _folder() -> Path:
     if named := os.environ.get(CACHE_VARIABLE):
-        return Path(named)
+        return Path(named).expanduser()
     caches = os.environ.get("XDG_CACHE_HOME")
     return (Path(caches) if caches else Path.home() / ".cache") / "ddtree_jax"
 
@@ -111,10 +113,12 @@ def _read(path: Path, widths: int) -> RoundCosts | None:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         costs = RoundCosts(np.array(data["contexts"], np.float32), np.array(data["seconds"], np.float32))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return None
-    whole = costs.contexts.ndim == 1 and costs.seconds.shape == (costs.contexts.size, widths)
-    return costs if whole and costs.contexts.size and np.all(costs.seconds > 0) else None
+    contexts, seconds = costs.contexts, costs.seconds
+    whole = contexts.ndim == 1 and contexts.size and seconds.shape == (contexts.size, widths)
+    sane = whole and np.all(np.isfinite(seconds) & (seconds > 0)) and np.all(np.isfinite(contexts))
+    return costs if sane and np.all(np.diff(contexts) > 0) else None
 
 
 def _write(path: Path, setting: dict, costs: RoundCosts) -> None:

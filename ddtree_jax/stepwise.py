@@ -80,7 +80,8 @@ class RoundTrace:
     """One round of a single prompt, as numpy arrays (slot 0 is the prompt).
 
     Attributes:
-      tree: what the drafter proposed.
+      tree: what was verified of what the drafter proposed; of several widths ("auto") nodes past the round's own are
+        padding.
       draws: [1, N] int32, the target's own token at every node.
       walk: the accepted path; `walk.tokens[0, : walk.length[0]]` is what the round commits.
       text_tokens: prompt and all tokens committed before the round.

@@ -49,6 +49,7 @@ def main(args: argparse.Namespace) -> int:
     for name in ("limit", "turns", "compile_workers"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be 1 or more; found {getattr(args, name)}")
+    num_nodes, widths = parse_num_nodes(args.num_nodes), parse_widths(args.widths)
     target = load_target(args.target)
     drafter = load_drafter(args.drafter, target) if args.drafter else None
     sets = runs.read_sets(args.prompts, args.limit)
@@ -57,10 +58,10 @@ def main(args: argparse.Namespace) -> int:
     base = DecodeConfig(
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, seed=args.seed, batch_size=args.batch_size,
         prompt_bucket=longest, draft_depth=args.draft_depth, branching=args.branching,
-        ngram=args.ngram, widths=parse_widths(args.widths),
+        ngram=args.ngram, widths=widths,
     )  # fmt: skip
     methods = args.methods.split(",") if args.methods else possible_methods(drafter.config if drafter else None)
-    todo = variants(methods, parse_num_nodes(args.num_nodes), read_trees(args.tree_choices), base, target, drafter)
+    todo = variants(methods, num_nodes, read_trees(args.tree_choices), base, target, drafter)
     for variant in todo:  # refuse what cannot run before anything is written or compiled
         make_plan(variant.config(base), target.config, drafter.config if drafter else None, [longest])
     results = runs.Results(args.out, _settings(args, target))
@@ -118,8 +119,6 @@ def _settings(args: argparse.Namespace, target) -> dict:
     names = ("target", "drafter", "turns", "max_new_tokens", "temperature", "seed", "batch_size", "no_chat")
     drafting = {name: value for name in ("draft_depth", "branching", "ngram")
                 if (value := getattr(args, name)) != getattr(DecodeConfig, name)}  # fmt: skip
-    if (widths := parse_widths(args.widths)) != DecodeConfig.widths:
-        drafting["widths"] = list(widths)
     device = {"device": jax.devices()[0].device_kind, "dtype": target.config.dtype}
     checkpoints = runs.fingerprints(target=args.target, drafter=args.drafter)
     return {name: getattr(args, name) for name in names} | drafting | device | checkpoints

@@ -21,7 +21,7 @@ from ddtree_jax.commands.options import (
     read_trees,
     unused_options,
 )
-from ddtree_jax.config import METHODS, DecodeConfig, possible_methods
+from ddtree_jax.config import AUTO, METHODS, DecodeConfig, possible_methods
 from ddtree_jax.evaluation.variants import Variant, variants
 from ddtree_jax.loading import Drafter, Target, load_drafter, load_target
 from ddtree_jax.prepare import prepare
@@ -140,7 +140,7 @@ def shares(widths: list[list[int]]) -> str:
 
 def verdict(target: Target, results: dict[str, Generation]) -> list[str]:
     """What to say under a table: widths chosen, whether the texts agree, and what a CPU's speeds mean."""
-    lines = [f"{name}: {shares(out.widths)}" for name, out in results.items() if out.widths is not None]
+    lines = [f"{name}: {shares(out.widths)}" for name, out in results.items() if any(out.widths or ())]
     if len(results) > 1:
         agreement, dtype = compare(results), target.config.dtype
         lines.append(f"[bold]{agreement}[/bold]")
@@ -160,7 +160,8 @@ def run_methods(
         prepare(target, drafter, prompts, config)
     results = {}
     for name, config in configs.items():
-        with console.status(f"{name}: compiling and decoding (a new shape takes a minute or so to compile)"):
+        doing = "compiling, measuring widths and decoding" if config.num_nodes == AUTO else "compiling and decoding"
+        with console.status(f"{name}: {doing} (a new shape takes a minute or so to compile)"):
             results[name] = run(target, drafter, prompts, config)
         console.print(f"{name}: compiled in {results[name].compile_seconds:.1f} s, ran {results[name].seconds:.1f} s")
     return results
@@ -177,13 +178,12 @@ def fastest_widths(results: dict[str, Generation], todo: list[Variant]) -> list[
 
 def main(args: argparse.Namespace) -> int:
     ids, prompts = collect_prompts(args)
-    widths, trees = parse_num_nodes(args.num_nodes), read_trees(args.tree_choices)
+    widths, trees, base = parse_num_nodes(args.num_nodes), read_trees(args.tree_choices), decode_config(args)
     if args.method != "all" and METHODS[args.method].needs_drafter and args.drafter is None:
         raise ValueError(f"--method {args.method} needs --drafter")
     target = load_target(args.target)
     drafter = load_drafter(args.drafter, target) if args.drafter else None
     methods = possible_methods(drafter.config if drafter else None) if args.method == "all" else [args.method]
-    base = decode_config(args)
     todo = variants(methods, widths, trees, base, target, drafter)
     configs = {v.name: v.config(base) for v in todo}
     if note := unused_options(args, methods):

@@ -33,6 +33,8 @@ def unused_options(args: argparse.Namespace, methods: Sequence[str]) -> str | No
     """A line that names the options of `add_drafting` that were given and that none of `methods` uses, if any."""
     given = getattr(args, "given", ())
     unused = [option for option, users in _USED_BY.items() if option in given and not set(users) & set(methods)]
+    if "--widths" in given and AUTO not in args.num_nodes and "--widths" not in unused:
+        return f"note: --widths: not used without --num-nodes {AUTO}"
     if not unused:
         return None
     return f"note: {', '.join(unused)}: not used by {', '.join(methods)}"

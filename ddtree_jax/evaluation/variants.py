@@ -18,16 +18,20 @@ class Variant:
       method: a key of METHODS.
       num_nodes: N, root included, or "auto"; None for methods without a width.
       tree_choices: of a static tree.
+      widths: what "auto" chooses among.
     """
 
     method: str
     num_nodes: int | str | None = None
     tree_choices: Choices | None = None
+    widths: tuple[int, ...] = DecodeConfig.widths
 
     @property
     def name(self) -> str:
-        """Such as "dflash", "ddtree-64", "static_tree-26-eagle-1"; no two trees share one."""
+        """Such as "dflash", "ddtree-64", "static_tree-26-eagle-1", "ddtree-auto"; no two trees share one."""
         name = self.method if self.num_nodes is None else f"{self.method}-{self.num_nodes}"
+        if self.num_nodes == AUTO and self.widths != DecodeConfig.widths:
+            name += "-of-" + "-".join(map(str, self.widths))
         return name if self.tree_choices is None else f"{name}-{_tree_name(self.tree_choices)}"
 
     def config(self, base: DecodeConfig) -> DecodeConfig:
@@ -36,6 +40,7 @@ class Variant:
             method=self.method,
             num_nodes=self.num_nodes if METHODS[self.method].has_width else base.num_nodes,
             tree_choices=self.tree_choices,
+            widths=self.widths,
         )
 
 
@@ -49,7 +54,8 @@ def variants(
 ) -> list[Variant]:
     """Each method once, methods with a width once a width, static trees once a tree; "auto" where it can be had.
 
-    Raises ValueError on an unknown method, on a tree that does not fit and on one without a drafter.
+    Raises ValueError on an unknown method, on a tree that does not fit, on one without a drafter, and where "auto" is
+    all that a method could have and it cannot.
     """
     found = []
     for name in methods:
@@ -63,8 +69,13 @@ def variants(
                 choices = static_choices(config, drafter.config)
                 found.append(Variant(name, 1 + len(choices), choices))
         elif METHODS[name].has_width:
-            # Of several methods some can choose their width and some cannot; one alone is refused by its plan.
-            found += [Variant(name, n) for n in widths if n != AUTO or METHODS[name].best_first or len(methods) == 1]
+            # Of several widths a method that cannot choose its own takes the others.
+            own = [n for n in widths if n != AUTO or METHODS[name].best_first]
+            if not own:
+                raise ValueError(
+                    f"method {name!r} cannot choose its width ({AUTO}): name a width as well, or leave it out"
+                )
+            found += [Variant(name, n, widths=base.widths if n == AUTO else DecodeConfig.widths) for n in own]
         else:
             found.append(Variant(name))
     return list(dict.fromkeys(found))

@@ -52,21 +52,29 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, c.jax_dtype, c.zero_centred_norms)
 
     def __call__(self, x, rope, ancestors, positions, cache: KVCache, layer: int):
+        q, k, v, gate = self.project(x, rope)
+        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, N, D]
+        out = tree_attention(
+            q, cache.keys, cache.values, cache.length, k, v, ancestors, scale=self.config.head_dim**-0.5,
+            sliding_window=self.sliding_window, positions=positions, layer=layer,
+        )  # fmt: skip
+        return self.finish(out, gate), (k, v)
+
+    def project(self, x: jax.Array, rope) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """[B, N, E] -> queries [B, N, H, D], keys, values [B, N, K, D], and output gates [B, N, H or 0, D]."""
         c = self.config
-        kv_end = c.num_heads + 2 * c.num_kv_heads
         heads = split_heads(self.qkv_proj(x), c.qkv_heads)
+        kv_end = c.num_heads + 2 * c.num_kv_heads
         q, k, v, gate = jnp.split(heads, (c.num_heads, c.num_heads + c.num_kv_heads, kv_end), axis=2)
         if c.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, N, D]
-        out = tree_attention(
-            q, cache.keys, cache.values, cache.length, k, v, ancestors,
-            scale=c.head_dim**-0.5, sliding_window=self.sliding_window, positions=positions, layer=layer,
-        )  # fmt: skip
-        if c.attention_gate:
+        return apply_rope(q, *rope), apply_rope(k, *rope), v, gate
+
+    def finish(self, out: jax.Array, gate: jax.Array) -> jax.Array:
+        """[B, N, H, D] of the attention and its gates -> [B, N, E]."""
+        if self.config.attention_gate:
             out = out * jax.nn.sigmoid(gate)
-        return self.o_proj(out.reshape(*out.shape[:2], -1)), (k, v)
+        return self.o_proj(out.reshape(*out.shape[:2], -1))
 
 
 class Block(nn.Module):

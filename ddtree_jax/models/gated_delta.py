@@ -3,6 +3,8 @@
 Shape letters: as in `ddtree_jax.models.recurrent`; E hidden size.
 """
 
+from collections.abc import Sequence
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -53,24 +55,45 @@ class GatedDeltaNet(nn.Module):
         Returns:
           ([B, N, E], what a commit needs).
         """
-        d, dtype = self.config.delta, x.dtype
-        unit_dtype = dtype if dtype == jnp.bfloat16 else jnp.float32
-        channels, heads = d.conv_channels, d.num_value_heads
-        inputs, z = jnp.split(self.in_proj(x), (channels + 2 * heads,), axis=-1)
-        weights = self.commit_weights()
-        line = jnp.concatenate([memory.window[layer], inputs[..., :channels]], axis=1)
-        taps = [gather_path(line, conv_rows[..., t]) for t in range(d.conv_kernel)]
-        mixed = short_conv(taps, weights.conv_weight[None, None])
-        q, k, v = jnp.split(mixed, (d.key_size, 2 * d.key_size), axis=-1)
-        log_decay, beta = gates(inputs[..., channels:], self.decay_rate_log[None, None], self.decay_bias[None, None])
+        inputs, z = self.project(x)
+        line = jnp.concatenate([memory.window[layer], inputs[..., : self.config.delta.conv_channels]], axis=1)
+        taps = [gather_path(line, conv_rows[..., t]) for t in range(self.config.delta.conv_kernel)]
+        q, k, v, log_decay, beta = self.operands(inputs, taps)
+        unit_dtype = x.dtype if x.dtype == jnp.bfloat16 else jnp.float32
         out = gated_delta_tree(
-            (unit(split_heads(q, d.num_key_heads)) * d.key_head_dim**-0.5).astype(unit_dtype),
-            unit(split_heads(k, d.num_key_heads)).astype(unit_dtype),
-            split_heads(v, heads), log_decay, beta, memory.states, ancestors, layer=layer,
-        )  # fmt: skip
-        gate = jax.nn.silu(split_heads(z, heads).astype(jnp.float32))
-        gated = (self.norm(out).astype(jnp.float32) * gate).astype(dtype)
-        return self.out_proj(gated.reshape(*x.shape[:2], -1)), RecurrentRows(inputs, weights)
+            q.astype(unit_dtype), k.astype(unit_dtype), v, log_decay, beta, memory.states, ancestors, layer=layer
+        )
+        return self.finish(out, z), RecurrentRows(inputs, self.commit_weights())
+
+    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[B, N, E] -> (inputs of the convolution and the gates [B, N, C + 2 Hv], output gates [B, N, Hv Dv])."""
+        d = self.config.delta
+        return jnp.split(self.in_proj(x), (d.conv_channels + 2 * d.num_value_heads,), axis=-1)
+
+    def operands(self, inputs: jax.Array, taps: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """What the recurrence takes of each token.
+
+        Args:
+          inputs: [B, N, C + 2 Hv], see `project`.
+          taps: W arrays [B, N, C], the inputs that each token's convolution reads, oldest first.
+
+        Returns:
+          (q, k [B, N, Hk, Dk] float32, v [B, N, Hv, Dv], log_decay, beta [B, N, Hv] float32).
+        """
+        d = self.config.delta
+        mixed = short_conv(taps, self.conv1d[:, 0][None, None])
+        q, k, v = jnp.split(mixed, (d.key_size, 2 * d.key_size), axis=-1)
+        log_decay, beta = gates(
+            inputs[..., d.conv_channels :], self.decay_rate_log[None, None], self.decay_bias[None, None]
+        )
+        q = unit(split_heads(q, d.num_key_heads)) * d.key_head_dim**-0.5
+        return q, unit(split_heads(k, d.num_key_heads)), split_heads(v, d.num_value_heads), log_decay, beta
+
+    def finish(self, out: jax.Array, z: jax.Array) -> jax.Array:
+        """[B, N, Hv, Dv] of the recurrence and its gates -> [B, N, E]."""
+        gate = jax.nn.silu(split_heads(z, out.shape[2]).astype(jnp.float32))
+        gated = (self.norm(out).astype(jnp.float32) * gate).astype(out.dtype)
+        return self.out_proj(gated.reshape(*out.shape[:2], -1))
 
     def commit_weights(self) -> RecurrentWeights:
         """What a commit of this layer reads of the parameters."""

@@ -242,8 +242,6 @@ def drafter_config(config: TrainConfig, target: TargetConfig, dtype: str | None 
 
     Raises ValueError where they do not fit.
     """
-    if target.delta_layers:
-        raise ValueError(f"targets with Gated DeltaNet layers ({target.architecture}) cannot be trained for yet")
     if config.mask_token_id >= target.vocab_size:
         raise ValueError(f"mask_token_id must be in 0..{target.vocab_size - 1}; found {config.mask_token_id}")
     if config.mask_token_id in target.stop_token_ids:

@@ -17,10 +17,10 @@ def step_flops(models: Models) -> float:
     tokens = c.batch_size * c.sequence_length
     slots = c.batch_size * min(c.anchors, c.sequence_length) * d.block_size
     width = t.num_heads * t.head_dim
-    layers = max(d.target_layer_ids) + 1
-    attended = 2 * width + 2 * t.num_kv_heads * t.head_dim
-    products = t.hidden_size * sum(attended + _feed_forward(t, i) for i in range(layers))
-    target = tokens * (2 * products + layers * 4 * width * c.sequence_length / 2)
+    layers = range(max(d.target_layer_ids) + 1)
+    products = t.hidden_size * sum(_mixer(t, i) + _feed_forward(t, i) for i in layers)
+    attended = sum(i not in t.delta_layers for i in layers)
+    target = tokens * (2 * products + attended * 4 * width * c.sequence_length / 2)
 
     heads, kv = d.num_heads * d.head_dim, 2 * d.num_kv_heads * d.head_dim
     block = d.hidden_size * (2 * heads + kv + 3 * d.intermediate_size)
@@ -29,6 +29,14 @@ def step_flops(models: Models) -> float:
     fusion = 4 * tokens * d.hidden_size * len(d.target_layer_ids) * t.hidden_size
     head = 4 * slots * (d.block_size - 1) / d.block_size * t.vocab_size * t.hidden_size
     return target + drafter + fusion + head
+
+
+def _mixer(target: TargetConfig, layer: int) -> int:
+    """The same of the projections around a layer's attention or recurrence (which itself is little beside them)."""
+    if layer in target.delta_layers:
+        d = target.delta
+        return d.conv_channels + 2 * d.num_value_heads + 2 * d.value_size
+    return (target.qkv_heads + target.num_heads) * target.head_dim
 
 
 def _feed_forward(target: TargetConfig, layer: int) -> int:

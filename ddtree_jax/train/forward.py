@@ -1,6 +1,7 @@
 """Forward passes of training: the target's features of whole rows, and the drafter on many blocks a row.
 
-Both run the modules of `ddtree_jax.models` on their own parameters; only the attention differs (`train.attention`).
+Both run the modules of `ddtree_jax.models` on their own parameters; only the mixing of tokens differs
+(`train.attention`, `train.recurrent`).
 
 Shape letters: b rows, S tokens a row, n blocks a row, B slots, E hidden size, T taps, K key/value heads, D head_dim.
 """
@@ -16,6 +17,7 @@ from ddtree_jax.models.dflash import DFlash, DraftBlock
 from ddtree_jax.models.layers import split_heads
 from ddtree_jax.models.rope import apply_rope, rope_tables
 from ddtree_jax.train.attention import AttentionSpec, block_attention
+from ddtree_jax.train.recurrent import mix_rows
 
 
 def target_features(
@@ -36,26 +38,26 @@ def target_features(
     """
     c, (b, length) = config, tokens.shape
     index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None, :], tokens.shape)
-    rope = rope_tables(c.rope, index - starts, c.head_dim)
+    rope = rope_tables(c.rope, index - starts, c.rotary_dim or c.head_dim)
     x = jnp.take(params["embed"]["weight"], tokens, axis=0, mode="clip")
     # Queries in groups, as if each were a block: the chunking of the attention then bounds the scores.
     slots = next(s for s in (16, 8, 4, 2, 1) if length % s == 0)
     tapped = []
     for i in range(max(taps) + 1):
         block = Block(c, i).bind({"params": params[f"layers_{i}"]})
-        attention = block.self_attn
-        heads = split_heads(attention.qkv_proj(block.input_layernorm(x)), c.num_heads + 2 * c.num_kv_heads)
-        q, k, v = jnp.split(heads, (c.num_heads, c.num_heads + c.num_kv_heads), axis=2)
-        if c.qk_norm:
-            q, k = attention.q_norm(q), attention.k_norm(k)
-        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-        first = _window_start(index, starts, c.sliding_windows[i])
-        out = block_attention(
-            AttentionSpec(scale=c.head_dim**-0.5, chunk_bytes=chunk_bytes),
-            q.reshape(b, length // slots, slots, c.num_heads, c.head_dim), k.swapaxes(1, 2), v.swapaxes(1, 2),
-            first.reshape(b, -1, slots), (index + 1).reshape(b, -1, slots),
-        )  # fmt: skip
-        x = x + attention.o_proj(out.reshape(b, length, -1))
+        h = block.input_layernorm(x)
+        if i in c.delta_layers:
+            x = x + mix_rows(block.linear_attn, h, starts)
+        else:
+            attention = block.self_attn
+            q, k, v, gate = attention.project(h, rope)
+            first = _window_start(index, starts, c.sliding_windows[i])
+            out = block_attention(
+                AttentionSpec(scale=c.head_dim**-0.5, chunk_bytes=chunk_bytes),
+                q.reshape(b, length // slots, slots, c.num_heads, c.head_dim), k.swapaxes(1, 2), v.swapaxes(1, 2),
+                first.reshape(b, -1, slots), (index + 1).reshape(b, -1, slots),
+            )  # fmt: skip
+            x = x + attention.finish(out.reshape(b, length, c.num_heads, c.head_dim), gate)
         x = x + block.mlp(block.post_attention_layernorm(x))
         if i in taps:
             tapped.append(x)

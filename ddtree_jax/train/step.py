@@ -104,7 +104,7 @@ def init_state(models: Models, target_params: Any, total_steps: int) -> TrainSta
     drafter = dataclasses.replace(models.drafter, dtype="float32")
     params = jax.jit(init_params, static_argnums=0)(drafter, jax.random.key(config.seed))
     if config.init in ("norm", "layers"):
-        params = params | {"norm": _float32(target_params["norm"])}
+        params = params | {"norm": _float32(_plain_norms(models.target, {"norm": target_params["norm"]})["norm"])}
     if config.init == "layers":
         first = models.target.num_layers - models.drafter.num_layers
         for i in range(min(models.drafter.num_layers, models.target.num_layers)):
@@ -115,12 +115,26 @@ def init_state(models: Models, target_params: Any, total_steps: int) -> TrainSta
 
 
 def _target_layer(config: TargetConfig, layer: Any) -> Any:
-    """A layer of the target in the drafter's names: queries apart from keys and values."""
+    """A layer of the target in the drafter's names: queries apart from keys and values, without output gates."""
+    layer = _plain_norms(config, layer)
+    if "self_attn" not in layer:  # a recurrent layer has a feed-forward block to give, and norms
+        return layer
     attention = dict(layer["self_attn"])
     fused = attention.pop("qkv_proj")["weight"]
-    split = config.num_heads * config.head_dim
-    attention |= {"q_proj": {"weight": fused[:split]}, "kv_proj": {"weight": fused[split:]}}
+    q_end, kv_end = (n * config.head_dim for n in (config.num_heads, config.num_heads + 2 * config.num_kv_heads))
+    attention |= {"q_proj": {"weight": fused[:q_end]}, "kv_proj": {"weight": fused[q_end:kv_end]}}
     return {**layer, "self_attn": attention}
+
+
+def _plain_norms(config: TargetConfig, tree: Any) -> Any:
+    """`tree` with the weights of its zero-centred norms as a drafter has them, around 1."""
+    if not config.zero_centred_norms:
+        return tree
+
+    def plain(path, x):
+        return x + jnp.ones((), x.dtype) if any(str(key.key).endswith("norm") for key in path[:-1]) else x
+
+    return {k: v if k == "linear_attn" else jax.tree_util.tree_map_with_path(plain, {k: v})[k] for k, v in tree.items()}
 
 
 def _like(own: Any, other: Any) -> Any:

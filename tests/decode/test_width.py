@@ -188,12 +188,36 @@ def test_costs_are_measured_once_and_kept(pair, cache_folder, monkeypatch):
     assert table["setting"]["batch"] == 1 and measured == [1]
     monkeypatch.setattr(round_costs, "_known", {})  # as in another process
     assert dt.generate(*pair, PROMPTS[:1], config).tokens == first.tokens and measured == [1]
-    for broken in ("{", '{"contexts": [0], "seconds": [[1, 2, 3]]}', '{"contexts": [0], "seconds": [[1, -1]]}'):
-        file.write_text(broken)
-        monkeypatch.setattr(round_costs, "_known", {})
-        dt.generate(*pair, PROMPTS[:1], config)
-        assert json.loads(file.read_text())["setting"] == table["setting"]
-    assert len(measured) == 4
+    file.write_text("{")
+    monkeypatch.setattr(round_costs, "_known", {})
+    dt.generate(*pair, PROMPTS[:1], config)
+    assert json.loads(file.read_text())["setting"] == table["setting"] and len(measured) == 2
+    # A text of one token has no rounds, and another chunk of the prompt is no other round.
+    monkeypatch.setattr(round_costs, "_known", {})
+    assert dt.generate(*pair, PROMPTS[:1], dataclasses.replace(config, prefill_chunk=8)).tokens == first.tokens
+    file.unlink()
+    monkeypatch.setattr(round_costs, "_known", {})
+    assert dt.generate(*pair, PROMPTS[:1], dataclasses.replace(config, max_new_tokens=1)).widths == [[]]
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        "{",
+        "[" * 200_000,
+        '{"contexts": [0], "seconds": [[1, 2, 3]]}',
+        '{"contexts": [0], "seconds": [[1, -1]]}',
+        '{"contexts": [0], "seconds": [[1, Infinity]]}',
+        '{"contexts": [9, 1], "seconds": [[1, 2], [1, 2]]}',
+        '{"contexts": [NaN], "seconds": [[1, 2]]}',
+        '{"contexts": [1%s], "seconds": [[1, 2]]}' % ("0" * 400),
+    ],
+    ids=lambda text: text[:45],
+)
+def test_a_table_that_makes_no_sense_counts_as_missing(tmp_path, table):
+    (tmp_path / "t.json").write_text(table)
+    assert round_costs._read(tmp_path / "t.json", 2) is None
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(pair, tmp_path, monkeypatch):

@@ -1,5 +1,7 @@
 """Which methods, widths and trees a comparison runs, and their names."""
 
+import dataclasses
+
 import pytest
 
 import ddtree_jax as dt
@@ -46,6 +48,17 @@ def test_configs_can_be_planned():
         if variant.method == "static_tree":
             assert plan.loop.proposer.shape.choices == PRESETS["medusa-vicuna-7b"]
     assert Variant("ddtree", 16).config(BASE).num_nodes == 16
+
+
+def test_auto_is_for_methods_that_can():
+    both = names(["lookup_tree", "ddtree"], widths=(16, "auto"))
+    assert both == ["lookup_tree-16", "ddtree-16", "ddtree-auto"]
+    base = dataclasses.replace(BASE, widths=(4, 8))
+    (auto,) = variants(["ddtree"], ("auto",), (None,), base, TARGET, DRAFTER)
+    assert auto.name == "ddtree-auto-of-4-8"
+    assert make_plan(auto.config(BASE), TARGET.config, DRAFTER.config, [3]).loop.widths == (4, 8)
+    with pytest.raises(ValueError, match=r"method 'lookup_tree' cannot choose its width \(auto\)"):
+        variants(["autoregressive", "lookup_tree"], ("auto",), (None,), BASE, TARGET, DRAFTER)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,18 @@
 """Training forward passes against the decoder and the drafter of the decode loop."""
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_train import drafter_params, tiny_config, tiny_rows
+from tiny_train import drafter_params, tiny_rows
 
 from ddtree_jax import testing
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
 from ddtree_jax.models.dflash import DFlash
-from ddtree_jax.train.config import drafter_config
 from ddtree_jax.train.forward import draft_blocks, target_features
 from ddtree_jax.tree import static_bits
 
@@ -18,30 +20,42 @@ TARGET = testing.tiny_target(num_layers=2, sliding_windows=(None, None))
 TIGHT = 4 * 4 * 4 * 8 * 40  # bytes: a few blocks a chunk
 
 
-def decoder_features(target, tokens, taps):
-    """Features of one document [S] by the decode loop's own pass."""
-    c, length = target.config, len(tokens)
-    cache = KVCache.empty(c, batch=1, rows=8)
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def whole_pass(config, params, tokens, taps):
+    length = tokens.shape[1]
+    cache = KVCache.empty(config, batch=1, rows=8)
     positions = jnp.arange(length, dtype=jnp.int32)[None]
     seen = jnp.asarray(static_bits(np.tri(length, dtype=bool)))[None]
-    variables = {"params": target.params}
-    run = jax.jit(lambda *args: Decoder(c).apply(variables, *args, taps).features)
-    return run(jnp.asarray(tokens)[None], positions, seen, cache)
+    return Decoder(config).apply({"params": params}, tokens, positions, seen, cache, taps).features
+
+
+def decoder_features(target, tokens, taps, room):
+    """Features of one document [S] by the decode loop's own pass, over `room` tokens of which the last do not count."""
+    padded = np.pad(tokens, (0, room - len(tokens)))[None]
+    return np.asarray(whole_pass(target.config, target.params, padded, taps))[0, : len(tokens)]
+
+
+HYBRID = dict(hybrid=True, delta_layers=(0,))
 
 
 @pytest.mark.parametrize(
-    "windows,chunk_bytes,moe",
-    [((None, None), 2**31, None), ((5, None), 20000, None), ((None, None), 2**31, testing.tiny_moe(2))],
+    "windows,chunk_bytes,kind",
+    [
+        ((None, None), 2**31, {}),
+        ((5, None), 20000, {}),
+        ((None, None), 2**31, dict(moe=testing.tiny_moe(2))),
+        ((None, None), 2**31, HYBRID),
+    ],
 )
-def test_features_of_packed_rows_are_those_of_each_document_alone(windows, chunk_bytes, moe):
+def test_features_of_packed_rows_are_those_of_each_document_alone(windows, chunk_bytes, kind):
     rows = tiny_rows()
-    target = testing.tiny_target(num_layers=2, sliding_windows=windows, moe=moe)
+    target = testing.tiny_target(num_layers=2, sliding_windows=windows, **kind)
     found = jax.jit(target_features, static_argnums=(0, 4, 5))(
         target.config, target.params, jnp.asarray(rows.tokens), jnp.asarray(rows.starts), (0, 1), chunk_bytes
     )
     for start, end in document_spans(rows, 0)[:2]:
-        alone = decoder_features(target, rows.tokens[0, start:end], (0, 1))
-        np.testing.assert_allclose(found[0, start:end], alone[0], atol=1e-5)
+        alone = decoder_features(target, rows.tokens[0, start:end], (0, 1), rows.tokens.shape[1])
+        np.testing.assert_allclose(found[0, start:end], alone, atol=1e-5)
 
 
 def document_spans(rows, r):
@@ -86,7 +100,17 @@ def test_blocks_equal_the_drafter_of_the_decode_loop(causal, windows, chunk_byte
             np.testing.assert_allclose(found[r, i], expected[0], atol=1e-5)
 
 
-def test_hybrid_targets_are_refused():
-    """Rows of documents would need a state a document; nothing here may train on features that decoding never sees."""
-    with pytest.raises(ValueError, match=r"Gated DeltaNet layers \(qwen3_5_text\)"):
-        drafter_config(tiny_config(), testing.tiny_hybrid_config(vocab_size=testing.TINY_VOCABULARY))
+def test_documents_longer_than_a_chunk_of_the_recurrence():
+    """Rows of several chunks, documents that begin and end anywhere in them."""
+    target = testing.tiny_target(num_layers=2, sliding_windows=(None, None), seed=4, **HYBRID)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 60, (2, 200)).astype(np.int32)
+    spans = [[0, 64, 65, 190, 200], [0, 3, 150, 200]]
+    starts = np.stack([np.repeat(s[:-1], np.diff(s)) for s in spans]).astype(np.int32)
+    found = jax.jit(target_features, static_argnums=(0, 4))(
+        target.config, target.params, jnp.asarray(tokens), jnp.asarray(starts), (0, 1)
+    )
+    for row, edges in enumerate(spans):
+        for start, end in itertools.pairwise(edges):
+            alone = decoder_features(target, tokens[row, start:end], (0, 1), 200)
+            np.testing.assert_allclose(found[row, start:end], alone, atol=1e-4)

@@ -183,6 +183,27 @@ def test_initial_weights_come_from_the_target_where_asked():
     assert layers["mlp"]["down_proj"]["weight"].shape == (32, 40)
 
 
+def test_initial_weights_of_a_hybrid_target_are_made_plain():
+    """Norms around zero become norms around one, queries lose their output gates, recurrent layers give the rest."""
+    target = tiny_target(hybrid=True, delta_layers=(0,))
+    theirs, shape = target.params, target.config
+    config = tiny_config(init="layers", num_layers=2, head_dim=shape.head_dim)
+    found = init_state(Models.of(config, shape), theirs, 4).params
+    np.testing.assert_array_equal(found["norm"]["weight"], 1 + theirs["norm"]["weight"])
+    own, last = found["layers_1"], theirs["layers_1"]
+    np.testing.assert_array_equal(own["input_layernorm"]["weight"], 1 + last["input_layernorm"]["weight"])
+    np.testing.assert_array_equal(own["self_attn"]["q_norm"]["weight"], 1 + last["self_attn"]["q_norm"]["weight"])
+    q, kv = (n * shape.head_dim for n in (shape.num_heads, 2 * shape.num_kv_heads))
+    fused = last["self_attn"]["qkv_proj"]["weight"]
+    assert fused.shape[0] == 2 * q + kv
+    np.testing.assert_array_equal(own["self_attn"]["q_proj"]["weight"], fused[:q])
+    np.testing.assert_array_equal(own["self_attn"]["kv_proj"]["weight"], fused[q : q + kv])
+    np.testing.assert_array_equal(
+        found["layers_0"]["input_layernorm"]["weight"], 1 + theirs["layers_0"]["input_layernorm"]["weight"]
+    )
+    assert "linear_attn" not in found["layers_0"]
+
+
 def test_causal_head_is_causal_in_every_layer():
     models = Models.of(tiny_config(causal_head=True, num_layers=2), TARGET.config)
     assert models.drafter.causal == (True, True)

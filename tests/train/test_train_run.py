@@ -83,26 +83,31 @@ def test_refilled_slots_answer_like_the_decode_loop(tmp_path):
         np.testing.assert_array_equal(a.tokens, b.tokens)
 
 
-def test_an_overfitted_drafter_has_full_blocks_accepted(tmp_path):
+@pytest.mark.parametrize(
+    "target",
+    [TARGET, pytest.param(tiny_target(hybrid=True, delta_layers=(0,)), marks=pytest.mark.slow)],
+    ids=["dense", "hybrid"],
+)
+def test_an_overfitted_drafter_has_full_blocks_accepted(tmp_path, target):
     """Labels, positions, taps and masks of training are those of decoding, or nothing here would be accepted."""
     prompts = PROMPTS[:2]
     greedy = DecodeConfig(method="autoregressive", max_new_tokens=30, stop_token_ids=())
-    answers = generate(TARGET, None, prompts, greedy).tokens
+    answers = generate(target, None, prompts, greedy).tokens
     documents = [Document(np.array(p + a, np.int32), len(p)) for p, a in zip(prompts, answers, strict=True)]
     rows = pack(documents, LENGTH)
     decode = dataclasses.replace(greedy, method="dflash")
 
     config = tiny_config(steps=25)
-    early = train(TARGET, rows, config, tmp_path, eval_rows={"same": rows}, quiet=True)
-    found = generate(TARGET, Drafter(early.config, early.params), prompts, decode)
+    early = train(target, rows, config, tmp_path, eval_rows={"same": rows}, quiet=True)
+    found = generate(target, Drafter(early.config, early.params), prompts, decode)
     assert found.tokens == answers
     # The evaluation without decoding counts what decoding accepts.
     assert early.evaluation.accepted == pytest.approx(found.mean_accepted_length, abs=1e-9)
     assert found.mean_accepted_length < 4
 
     config = dataclasses.replace(config, steps=400)
-    late = train(TARGET, rows, config, tmp_path, eval_rows={"same": rows}, resume=True, quiet=True)
-    found = generate(TARGET, Drafter(late.config, late.params), prompts, decode)
+    late = train(target, rows, config, tmp_path, eval_rows={"same": rows}, resume=True, quiet=True)
+    found = generate(target, Drafter(late.config, late.params), prompts, decode)
     assert found.tokens == answers
     for lengths in found.accepted_lengths:
         assert lengths[:-1] == [config.block_size] * (len(lengths) - 1)

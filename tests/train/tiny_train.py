@@ -15,8 +15,8 @@ LENGTH = 48
 TARGET_SHAPE = dict(vocab_size=testing.TINY_VOCABULARY, stop_token_ids=(0,), num_layers=2, sliding_windows=(None,) * 2)
 
 
-def tiny_target(seed: int = 5):
-    return testing.tiny_target(seed=seed, **TARGET_SHAPE)
+def tiny_target(seed: int = 5, **overrides):
+    return testing.tiny_target(seed=seed, **TARGET_SHAPE | overrides)
 
 
 def tiny_config(**overrides) -> TrainConfig:
