@@ -96,7 +96,7 @@ def test_options_that_mean_nothing_here_are_named(pair, capsys, method, options,
         ([], "give --prompt or --prompts"),
         (["--prompt", "x", "--num-nodes", "1"], "num_nodes must be 2..512"),
         (["--prompt", "x", "--prompts", "missing.jsonl"], "missing.jsonl"),
-        (["--prompt", "x", "--num-nodes", "16,"], "--num-nodes must be comma-separated integers; found '16,'"),
+        (["--prompt", "x", "--num-nodes", "16,"], "--num-nodes must be comma-separated integers or auto; found '16,'"),
         (
             ["--prompt", "x", "--method", "static_tree", "--tree-choices", "medusa-vicuna-7b"],
             "(0, 0, 0, 0) is too deep: 4 of at most 3 drafted tokens",

@@ -52,6 +52,16 @@ class KVCache:
         return cls(keys=keys, values=values, length=jnp.zeros((batch,), jnp.int32), recurrent=state)
 
 
+def put_slots(cache: KVCache, new: KVCache, where: jax.Array) -> KVCache:
+    """`cache` with the slots of `new` at slots `where` [R] int32; an entry past the end is dropped."""
+
+    def put(old: jax.Array, fresh: jax.Array) -> jax.Array:  # slots come after layers
+        return old.at[:, where].set(fresh, mode="drop")
+
+    layers = jax.tree.map(put, cache.replace(length=None), new.replace(length=None))
+    return layers.replace(length=cache.length.at[where].set(new.length, mode="drop"))
+
+
 def path_rows(tree_kv: TreeKV, path: jax.Array) -> TreeKV:
     """What a pass leaves of the nodes of `path` [B, P] int32, in path order."""
 

@@ -25,6 +25,7 @@ from ddtree_jax.decode.loop import DecodeLoop
 from ddtree_jax.decode.plan import ROW_TILE
 from ddtree_jax.decode.proposers import NoDraft
 from ddtree_jax.decode.state import DecodeState, Request
+from ddtree_jax.models.cache import put_slots
 from ddtree_jax.models.decoder import Decoder
 from ddtree_jax.train.answers import Answer
 
@@ -213,7 +214,9 @@ def _insert(state: DecodeState, request: Request, new: DecodeState, new_request:
     """Moves the slots of `new` to the slots `where` [R] of `state`; an entry past the end is dropped."""
     put = lambda old, fresh: old.at[where].set(fresh, mode="drop")  # noqa: E731
     limit, seeds = put(request.limit, new_request.limit), put(request.seeds, new_request.seeds)
-    return jax.tree.map(put, state, new), request.replace(limit=limit, seeds=seeds)
+    cache = put_slots(state.target_cache, new.target_cache, where)
+    state = jax.tree.map(put, state.replace(target_cache=None), new.replace(target_cache=None))
+    return state.replace(target_cache=cache), request.replace(limit=limit, seeds=seeds)
 
 
 def request_seed(seed: int, request: int) -> int:

@@ -52,7 +52,7 @@ def test_the_first_nodes_are_the_narrower_tree():
     log_probs = jax.nn.log_softmax(jnp.asarray(np.random.default_rng(1).normal(size=(2, 5, 40)) * 2, jnp.float32))
     roots = jnp.array([7, 8], jnp.int32)
     wide = build_tree(log_probs, 40, root_tokens=roots)
-    for width in (2, 8, 33):
+    for width in (8, 33):
         narrow = build_tree(log_probs, width, root_tokens=roots)
         jax.tree.map(np.testing.assert_array_equal, first_nodes(wide, width), narrow)
         masked = only_first(wide, jnp.int32(width))
@@ -143,7 +143,7 @@ def changing_costs():
 
 
 @pytest.mark.parametrize("pair", ["dense", pytest.param("hybrid", marks=SLOW)], indirect=True)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=SLOW), 1.0])
 def test_the_text_does_not_depend_on_the_widths(pair, monkeypatch, temperature):
     monkeypatch.setattr("ddtree_jax.prepare.round_costs", lambda *_: changing_costs())
     shared = dict(temperature=temperature, max_new_tokens=32, seed=(11, 12, 13))
@@ -172,7 +172,7 @@ def test_long_paths_in_trees_of_every_width(pair):
     assert tokens == plain
     rounds = [list(zip(state.widths[i, : state.rounds[i]], state.accepted[i])) for i in range(3)]
     accepted = {width: [n for row in rounds for w, n in row if w == width] for width in WIDTHS}
-    assert all(max(lengths) > 1 for lengths in accepted.values()) and max(accepted[32]) > 3
+    assert all(max(lengths) > 1 for lengths in accepted.values()) and max(accepted[32]) > 2
     assert all(n <= width for width, lengths in accepted.items() for n in lengths)
 
 
@@ -228,6 +228,7 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(pair, tmp_path, monkeyp
         dt.generate(*pair, PROMPTS[:1], dt.DecodeConfig(num_nodes="auto", widths=WIDTHS, max_new_tokens=4))
 
 
+@SLOW
 def test_a_trace_shows_the_width_that_a_round_takes(pair, monkeypatch):
     monkeypatch.setattr("ddtree_jax.prepare.round_costs", lambda *_: changing_costs())
     config = dt.DecodeConfig(num_nodes="auto", widths=WIDTHS, max_new_tokens=20, stop_token_ids=())

@@ -84,7 +84,7 @@ def test_evaluate_and_resume(run, folder, monkeypatch):
             "settings.json: made with ngram = None, this run has 2; use another folder",
         ),
         (["--tree-choices", "[(0,), (1,), (0,)]"], ["two.jsonl"], "tree_choices: (0,) is there twice"),
-        (["--num-nodes", "16,x"], ["two.jsonl"], "--num-nodes must be comma-separated integers; found '16,x'"),
+        (["--num-nodes", "16,x"], ["two.jsonl"], "--num-nodes must be comma-separated integers or auto; found '16,x'"),
         ([], ["missing.jsonl"], "missing.jsonl"),
         ([], ["two.jsonl", "two.jsonl"], "a prompt file named two was given already"),
     ],

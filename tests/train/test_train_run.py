@@ -18,6 +18,11 @@ from ddtree_jax.train.prepare import answer_prompts
 from ddtree_jax.train.trainer import train
 
 TARGET = tiny_target()
+DENSE_AND_HYBRID = pytest.mark.parametrize(
+    "target",
+    [TARGET, pytest.param(tiny_target(hybrid=True, delta_layers=(0,)), marks=pytest.mark.slow)],
+    ids=["dense", "hybrid"],
+)
 PROMPTS = [[int(x) for x in np.random.default_rng(i).integers(4, 99, 3 + i)] for i in range(7)]
 
 
@@ -65,12 +70,13 @@ def test_the_clock_ends_a_run_and_the_schedule_follows(tmp_path):
     assert trained.steps == int(final_state(tmp_path, config)[1].total_steps)
 
 
-def test_refilled_slots_answer_like_the_decode_loop(tmp_path):
+@DENSE_AND_HYBRID
+def test_refilled_slots_answer_like_the_decode_loop(tmp_path, target):
     config = tiny_config(temperatures=(1.0,), samples=2)
-    documents = answer_prompts(TARGET, PROMPTS, tmp_path, config, temperature=1.0, quiet=True)
+    documents = answer_prompts(target, PROMPTS, tmp_path, config, temperature=1.0, quiet=True)
     decode = DecodeConfig(method="autoregressive", max_new_tokens=12, temperature=1.0,
                           seed=tuple(request_seed(config.seed, r) for r in range(14)))  # fmt: skip
-    expected = generate(TARGET, None, [p for p in PROMPTS for _ in range(2)], decode).tokens
+    expected = generate(target, None, [p for p in PROMPTS for _ in range(2)], decode).tokens
     assert [d.tokens[d.prompt_length :].tolist() for d in documents] == expected
     assert [d.tokens[: d.prompt_length].tolist() for d in documents] == [p for p in PROMPTS for _ in range(2)]
     shards = sorted(tmp_path.glob("shard-*.npz"))
@@ -78,16 +84,12 @@ def test_refilled_slots_answer_like_the_decode_loop(tmp_path):
     # A run killed after its second shard makes the others anew, and the same.
     for shard in shards[2:]:
         shard.unlink()
-    again = answer_prompts(TARGET, PROMPTS, tmp_path, config, temperature=1.0, quiet=True)
+    again = answer_prompts(target, PROMPTS, tmp_path, config, temperature=1.0, quiet=True)
     for a, b in zip(documents, again, strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)
 
 
-@pytest.mark.parametrize(
-    "target",
-    [TARGET, pytest.param(tiny_target(hybrid=True, delta_layers=(0,)), marks=pytest.mark.slow)],
-    ids=["dense", "hybrid"],
-)
+@DENSE_AND_HYBRID
 def test_an_overfitted_drafter_has_full_blocks_accepted(tmp_path, target):
     """Labels, positions, taps and masks of training are those of decoding, or nothing here would be accepted."""
     prompts = PROMPTS[:2]

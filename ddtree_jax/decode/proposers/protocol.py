@@ -53,7 +53,7 @@ class Proposer(Protocol):
     uses_drafter: bool
 
     def init_cache(self, batch: int, rows: int) -> Any:
-        """An empty cache pytree, or None; B first in every array. `rows` leaves room for P rows after any text."""
+        """An empty cache pytree, or None. `rows` leaves room for P rows after any text."""
 
     def propose(self, params: Any, target_params: Any, cache: Any, root: jax.Array) -> DraftTree:
         """The tree below the last committed tokens `root` [B]. It must not depend on anything but the text."""
