@@ -12,6 +12,7 @@ from ddtree_jax import testing
 from ddtree_jax.decode import run as device
 from ddtree_jax.decode.loop import ALL_ROUNDS
 from ddtree_jax.decode.plan import make_plan
+from ddtree_jax.decode.width import RoundCosts
 from ddtree_jax.models.abstract import check_fits
 from ddtree_jax.models.dflash import DFlash
 from ddtree_jax.prepare import inputs
@@ -28,7 +29,7 @@ def pair(request):
 
 
 def arguments(pair, prompts, **settings):
-    config = dt.DecodeConfig(num_nodes=16, max_new_tokens=24, stop_token_ids=(), **settings)
+    config = dt.DecodeConfig(**dict(num_nodes=16, max_new_tokens=24, stop_token_ids=()) | settings)
     plan = make_plan(config, pair[0].config, pair[1].config, [len(p) for p in prompts])
     return plan, inputs(*pair, plan, prompts, 0, config.temperature)
 
@@ -66,9 +67,11 @@ def test_no_transfer_in_the_loop(pair, method):
     assert state.num_tokens.tolist() == [24]
 
 
-def test_a_round_copies_no_cache_and_no_weight(pair):
+@pytest.mark.parametrize("num_nodes", [16, "auto"])
+def test_a_round_copies_no_cache_and_no_weight(pair, num_nodes, monkeypatch):
     """Copies in the optimised program, by shape: caches are written in place, weights read where they lie."""
-    plan, args = arguments(pair, [[1, 2, 3]])
+    monkeypatch.setattr("ddtree_jax.prepare.round_costs", lambda plan, _: RoundCosts.flat(plan.loop.widths))
+    plan, args = arguments(pair, [[1, 2, 3]], num_nodes=num_nodes, widths=(8, 16))
     params, request, _, _, state = args
     # The tests' one thread an operation has products that copy their weights.
     options = {"xla_cpu_multi_thread_eigen": True}
