@@ -204,7 +204,10 @@ def test_a_fingerprint_tells_what_was_written_anew(tmp_path, saved, config, para
     assert inventory.fingerprint(tmp_path / "copy") == before and re.fullmatch("[0-9a-f]{12}", before)
     (tmp_path / "copy" / ".DS_Store").write_bytes(b"of a file manager")
     assert inventory.fingerprint(tmp_path / "copy") == before
-    (tmp_path / "copy" / "note.txt").write_bytes(b"hallo")
+    (tmp_path / "copy" / "NOTES.md").write_text("tried at temperature 1")
+    (tmp_path / "copy" / inventory.FILE).unlink()  # optional, as in checkpoints of before there was one
+    assert inventory.fingerprint(tmp_path / "copy") == before
+    (tmp_path / "copy" / "tokenizer_config.json").write_text("{}")
     assert inventory.fingerprint(tmp_path / "copy") != before
     # Of the same shapes and sizes, large enough that no content is hashed.
     with mock.patch.object(inventory, "_HASHED_BYTES", 0):

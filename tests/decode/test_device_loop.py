@@ -118,6 +118,7 @@ def test_trace_shows_what_generate_commits(pair):
     assert text[2:] == whole.tokens[0]
 
 
+@pytest.mark.slow
 def test_drafter_cache_equals_a_full_recompute(pair):
     """After any number of rounds the drafter's cache holds the context of exactly the committed tokens."""
     target, drafter = pair
@@ -194,6 +195,7 @@ def test_a_drafter_that_does_not_fit(pair, field, value, message):
         check_fits(config, pair[0].config)
 
 
+@pytest.mark.slow
 def test_programs_are_forgotten_where_memory_maps_run_low(pair, monkeypatch):
     def decode(width):
         return dt.generate(*pair, [[1, 2, 3]], dt.DecodeConfig(num_nodes=width, max_new_tokens=4)).tokens

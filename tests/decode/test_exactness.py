@@ -77,7 +77,7 @@ FIRST_STAGE = {
     ("lookup", 2): (0.0,),
     ("lookup_tree", 16): (0.7, 1.0),
 }
-FIRST_STAGE_OF_OTHERS = {("dflash", 2): (0.0,), ("ddtree", 16): (1.0,)}  # targets that are not dense
+FIRST_STAGE_OF_OTHERS = {("ddtree", 16): (1.0,)}  # targets that are not dense
 SECOND_STAGE = [("best_path", 2), ("lookup_tree", 64), ("ddtree", 2), ("ddtree", 64), ("ddtree", 256)]
 
 
@@ -149,7 +149,8 @@ def test_every_method_of_drafters_that_run_once_a_depth(pair, reference, family,
     check(out, reference(**settings)[:batch])
 
 
-@pytest.mark.parametrize("method", ["eagle2", pytest.param("static_tree", marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("method", ["eagle2", "static_tree"])
 def test_long_paths_of_eagle3(method):
     """A vocabulary so small that trees hold most of what the target may draw."""
     target = testing.tiny_target(num_layers=2, sliding_windows=(None,) * 2, vocab_size=4, stop_token_ids=())
@@ -175,7 +176,7 @@ def test_the_reference_meets_stops_and_limits(reference):
     "method,num_nodes",
     [
         ("autoregressive", 2),
-        ("dflash", 2),
+        pytest.param("dflash", 2, marks=SLOW),
         ("ddtree", 16),
         pytest.param("static_tree", 2, marks=SLOW),
         pytest.param("lookup", 2, marks=SLOW),

@@ -123,7 +123,8 @@ def costs_for(width):
     return RoundCosts(np.zeros(1, np.float32), prices[None])
 
 
-@pytest.mark.parametrize("temperature", [0.0, pytest.param(1.0, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_priced_out_of_the_others_it_is_the_fixed_width(pair, monkeypatch, temperature):
     """Tokens and accepted lengths of every round, whichever branch runs."""
     shared = dict(temperature=temperature, max_new_tokens=24, seed=(1, 2, 3), stop_token_ids=())
