@@ -55,6 +55,7 @@ def test_every_step_attends_with_the_gpu_kernel(monkeypatch, family, method):
     assert attention_queries(lowered(monkeypatch, method, family)) == expected_queries(method)
 
 
+@pytest.mark.slow
 def test_the_layer_of_a_hybrid_target(monkeypatch):
     delta = DeltaConfig(num_key_heads=1, num_value_heads=2, key_head_dim=128, value_head_dim=128)
     text = lowered(
