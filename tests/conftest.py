@@ -17,9 +17,6 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-MOST_MEMORY_MAPS = 40_000  # of the 65,530 that Linux allows a process
-
-
 @pytest.fixture(autouse=True)
 def forget_programs():
     """Compiled programs hold memory maps: when a worker has many, all of them go."""
@@ -29,7 +26,7 @@ def forget_programs():
         return
     from ddtree_jax.decode import run
 
-    if run.memory_maps() > MOST_MEMORY_MAPS:
+    if run.memory_maps() > run.MOST_MEMORY_MAPS:
         run._executables.clear()
         jax.clear_caches()
         gc.collect()

@@ -328,3 +328,9 @@ def test_writer_refusals(tmp_path, config, params):
     with pytest.raises(CheckpointError, match=r"file/model: cannot be created: "):
         save_checkpoint(tmp_path / "file" / "model", config, params)
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_what_a_reader_says_is_cut_to_what_helps():
+    long = "DATA_LOSS: chunk [0, 0] is damaged. See full TensorStore details: <bound method of TensorStore({"
+    assert checkpoint._first_line(ValueError(long)) == "DATA_LOSS: chunk [0, 0] is damaged."
+    assert checkpoint._first_line(KeyError()) == "KeyError"

@@ -1,11 +1,16 @@
 """`python -m ddtree_jax generate` on a converted tiny pair."""
 
+import argparse
 import json
 
 import jax
 import pytest
 
+import ddtree_jax as dt
+from ddtree_jax import testing
 from ddtree_jax.__main__ import main
+from ddtree_jax.commands.generate import verdict
+from ddtree_jax.commands.options import add_drafting, unused_options
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +92,36 @@ def test_options_that_mean_nothing_here_are_named(pair, capsys, method, options,
     )
     assert code == 0 and len(out.splitlines()) == 1
     assert err == ("" if unused is None else f"note: {unused}: not used by {method}\n")
+
+
+@pytest.mark.parametrize(
+    "options,methods,notes",
+    [
+        ("--widths 4,8", ["ddtree"], "note: --widths: not used without --num-nodes auto"),
+        ("--widths 4,8 --num-nodes 16,auto", ["ddtree"], None),
+        ("--widths 4,8", ["lookup"], "note: --widths: not used by lookup"),
+        (
+            "--widths 4,8 --ngram 2",
+            ["ddtree"],
+            "note: --ngram: not used by ddtree\nnote: --widths: not used without --num-nodes auto",
+        ),
+    ],
+)
+def test_widths_that_nothing_chooses_among_are_named(options, methods, notes):
+    parser = argparse.ArgumentParser()
+    add_drafting(parser, widths="64")
+    assert unused_options(parser.parse_args(options.split()), methods) == notes
+
+
+def test_the_widths_of_rounds_are_said_where_there_were_rounds():
+    target = dt.Target(testing.tiny_target_config(), None)
+
+    def lines(widths):
+        out = dt.Generation([[1]], None, [[]], [len(widths[0])], widths, ["length"], [1], 1.0, 0.0)
+        return [line for line in verdict(target, {"ddtree-auto": out}) if "ddtree-auto" in line]
+
+    assert lines([[]]) == []
+    assert lines([[16, 16, 64, 16]]) == ["ddtree-auto: 16 nodes in 75%, 64 nodes in 25% of rounds"]
 
 
 @pytest.mark.parametrize(

@@ -30,14 +30,13 @@ class _Given(argparse.Action):
 
 
 def unused_options(args: argparse.Namespace, methods: Sequence[str]) -> str | None:
-    """A line that names the options of `add_drafting` that were given and that none of `methods` uses, if any."""
+    """Lines that name the options of `add_drafting` that were given and that nothing uses, if any."""
     given = getattr(args, "given", ())
     unused = [option for option, users in _USED_BY.items() if option in given and not set(users) & set(methods)]
-    if "--widths" in given and AUTO not in args.num_nodes and "--widths" not in unused:
-        return f"note: --widths: not used without --num-nodes {AUTO}"
-    if not unused:
-        return None
-    return f"note: {', '.join(unused)}: not used by {', '.join(methods)}"
+    notes = [f"note: {', '.join(unused)}: not used by {', '.join(methods)}"] if unused else []
+    if "--widths" in given and "--widths" not in unused and AUTO not in args.num_nodes.split(","):
+        notes.append(f"note: --widths: not used without --num-nodes {AUTO}")
+    return "\n".join(notes) or None
 
 
 def add_drafting(parser: argparse.ArgumentParser, *, widths: str) -> None:

@@ -46,7 +46,7 @@ def run(loop: DecodeLoop, params: Any, request: Request, prompt, prompt_length, 
 # Newest last.
 _executables: collections.OrderedDict[Any, tuple[Callable, Callable]] = collections.OrderedDict()
 # A compiled program takes a memory map or more an operation on a CPU, and Linux gives a process 65,530 of them.
-_MOST_MEMORY_MAPS = 40_000
+MOST_MEMORY_MAPS = 40_000
 
 
 def executable(function: Callable, loop: DecodeLoop, *args: Any) -> tuple[Callable, float]:
@@ -63,7 +63,7 @@ def executable(function: Callable, loop: DecodeLoop, *args: Any) -> tuple[Callab
     began = time.perf_counter()
     compiled = function.lower(loop, *args).compile()
     _executables[key] = function, compiled
-    while len(_executables) > 1 and memory_maps() > _MOST_MEMORY_MAPS:
+    while len(_executables) > 1 and memory_maps() > MOST_MEMORY_MAPS:
         oldest, _ = _executables.popitem(last=False)[1]
         oldest.clear_cache()  # JAX keeps what it compiled as long as it knows the traced function
     return compiled, time.perf_counter() - began

@@ -58,11 +58,7 @@ class GatedDeltaNet(nn.Module):
         inputs, z = self.project(x)
         line = jnp.concatenate([memory.window[layer], inputs[..., : self.config.delta.conv_channels]], axis=1)
         taps = [gather_path(line, conv_rows[..., t]) for t in range(self.config.delta.conv_kernel)]
-        q, k, v, log_decay, beta = self.operands(inputs, taps)
-        unit_dtype = x.dtype if x.dtype == jnp.bfloat16 else jnp.float32
-        out = gated_delta_tree(
-            q.astype(unit_dtype), k.astype(unit_dtype), v, log_decay, beta, memory.states, ancestors, layer=layer
-        )
+        out = self.recur(*self.operands(inputs, taps), memory.states, ancestors, layer)
         return self.finish(out, z), RecurrentRows(inputs, self.commit_weights())
 
     def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -88,6 +84,11 @@ class GatedDeltaNet(nn.Module):
         )
         q = unit(split_heads(q, d.num_key_heads)) * d.key_head_dim**-0.5
         return q, unit(split_heads(k, d.num_key_heads)), split_heads(v, d.num_value_heads), log_decay, beta
+
+    def recur(self, q, k, v, log_decay, beta, states: jax.Array, ancestors: jax.Array, layer: int) -> jax.Array:
+        """`gated_delta_tree` of `operands`, with queries and keys in the dtype that it takes: [B, N, Hv, Dv]."""
+        dtype = v.dtype if v.dtype == jnp.bfloat16 else jnp.float32
+        return gated_delta_tree(q.astype(dtype), k.astype(dtype), v, log_decay, beta, states, ancestors, layer=layer)
 
     def finish(self, out: jax.Array, z: jax.Array) -> jax.Array:
         """[B, N, Hv, Dv] of the recurrence and its gates -> [B, N, E]."""

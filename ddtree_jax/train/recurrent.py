@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ddtree_jax.models.gated_delta import GatedDeltaNet
-from pallas_kernels.gated_delta_tree import gated_delta_fold, gated_delta_tree
+from pallas_kernels.gated_delta_tree import gated_delta_fold
 from pallas_kernels.tree_attention.masks import pack_bits
 
 _CHUNK = 64  # tokens a step: as many as a prompt's fold takes at a time
@@ -46,12 +46,11 @@ def mix_rows(mixer: GatedDeltaNet, x: jax.Array, starts: jax.Array) -> jax.Array
     # The spare tokens at the end belong to nobody: each sees itself.
     first = jnp.maximum(chunks(starts), jnp.where(index < length, 0, index))
     seen = (first[..., :, None] <= index[..., None, :]) & (index[..., None, :] <= index[..., :, None])
-    unit_dtype = x.dtype if x.dtype == jnp.bfloat16 else jnp.float32
     everything = jnp.full((b,), _CHUNK, jnp.int32)
 
     def step(states, chunk):
         q, k, v, log_decay, beta, bits = chunk
-        out = gated_delta_tree(q.astype(unit_dtype), k.astype(unit_dtype), v, log_decay, beta, states, bits, layer=0)
+        out = mixer.recur(q, k, v, log_decay, beta, states, bits, 0)
         return gated_delta_fold(k[None], v[None], log_decay[None], beta[None], states, everything), out
 
     states = jnp.zeros((1, b, d.num_value_heads, d.key_head_dim, d.value_head_dim), jnp.float32)

@@ -204,7 +204,7 @@ def test_programs_are_forgotten_where_memory_maps_run_low(pair, monkeypatch):
     kept = len(device._executables)
     if not (before := device.memory_maps()):
         pytest.skip("this system does not tell")
-    monkeypatch.setattr(device, "_MOST_MEMORY_MAPS", before)
+    monkeypatch.setattr(device, "MOST_MEMORY_MAPS", before)
     assert all(decode(width) == first for width in (3, 4, 2))
     assert len(device._executables) < kept + 3
     assert device.memory_maps() < 1.5 * before + 1000

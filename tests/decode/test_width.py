@@ -221,6 +221,17 @@ def test_a_table_that_makes_no_sense_counts_as_missing(tmp_path, table):
     assert round_costs._read(tmp_path / "t.json", 2) is None
 
 
+def test_the_folder_of_the_tables(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv(round_costs.CACHE_VARIABLE, "~/costs")
+    assert str(round_costs._folder()) == "/home/somebody/costs"
+    monkeypatch.delenv(round_costs.CACHE_VARIABLE)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert str(round_costs._folder()) == "/caches/ddtree_jax"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert str(round_costs._folder()) == "/home/somebody/.cache/ddtree_jax"
+
+
 def test_a_folder_that_cannot_be_written_costs_a_warning(pair, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(round_costs.CACHE_VARIABLE, str(tmp_path / "file"))
