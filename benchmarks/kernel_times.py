@@ -37,7 +37,9 @@ def kernel_events(folder: str) -> list[tuple[str, int, int]]:
       ValueError: the trace in `folder` holds no event of a GPU.
     """
     (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-    planes = [plane for plane in jax.profiler.ProfileData.from_file(path).planes if plane.name.startswith("/device:GPU")]
+    planes = [
+        plane for plane in jax.profiler.ProfileData.from_file(path).planes if plane.name.startswith("/device:GPU")
+    ]
     lines = [line for plane in planes for line in plane.lines if line.name.startswith("Stream")]
     events = [(e.name, int(e.start_ns), int(e.duration_ns)) for line in lines for e in line.events]
     if not events:

@@ -17,10 +17,12 @@ import jax.numpy as jnp
 from ddtree_jax.config import TargetConfig
 from ddtree_jax.models.cache import KVCache, TreeKV
 from ddtree_jax.models.gated_delta import GatedDeltaNet
-from ddtree_jax.models.layers import MLP, Linear, RMSNorm, linear, split_heads
+from ddtree_jax.models.layers import MLP, Linear, RMSNorm, linear
 from ddtree_jax.models.moe import MoE
 from ddtree_jax.models.recurrent import RecurrentWeights, conv_rows
-from ddtree_jax.models.rope import apply_rope, rope_tables
+from ddtree_jax.models.rope import rope_tables
+from pallas_kernels.fused_norm import Heads, qk_norm_rope
+from pallas_kernels.streaming_matmul import PartialSums
 from pallas_kernels.tree_attention import tree_attention
 
 
@@ -53,7 +55,6 @@ class Attention(nn.Module):
 
     def __call__(self, x, rope, ancestors, positions, cache: KVCache, layer: int):
         q, k, v, gate = self.project(x, rope)
-        k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B, K, N, D]
         out = tree_attention(
             q, cache.keys, cache.values, cache.length, k, v, ancestors, scale=self.config.head_dim**-0.5,
             sliding_window=self.sliding_window, positions=positions, layer=layer,
@@ -61,20 +62,20 @@ class Attention(nn.Module):
         return self.finish(out, gate), (k, v)
 
     def project(self, x: jax.Array, rope) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """[B, N, E] -> queries [B, N, H, D], keys, values [B, N, K, D], and output gates [B, N, H or 0, D]."""
+        """[B, N, E] -> queries [B, N, H, D], keys, values [B, K, N, D], and output gates [B, N, H or 0, D]."""
         c = self.config
-        heads = split_heads(self.qkv_proj(x), c.qkv_heads)
-        kv_end = c.num_heads + 2 * c.num_kv_heads
-        q, k, v, gate = jnp.split(heads, (c.num_heads, c.num_heads + c.num_kv_heads, kv_end), axis=2)
-        if c.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return apply_rope(q, *rope), apply_rope(k, *rope), v, gate
+        heads = Heads(
+            queries=c.num_heads, keys=c.num_kv_heads, gates=c.num_heads if c.attention_gate else 0,
+            head_dim=c.head_dim, eps=c.rms_norm_eps if c.qk_norm else None, zero_centred=c.zero_centred_norms,
+        )  # fmt: skip
+        weights = (self.q_norm.weight, self.k_norm.weight) if c.qk_norm else (None, None)
+        return qk_norm_rope(self.qkv_proj.partial(x), *weights, *rope, heads)
 
-    def finish(self, out: jax.Array, gate: jax.Array) -> jax.Array:
+    def finish(self, out: jax.Array, gate: jax.Array) -> jax.Array | PartialSums:
         """[B, N, H, D] of the attention and its gates -> [B, N, E]."""
         if self.config.attention_gate:
             out = out * jax.nn.sigmoid(gate)
-        return self.o_proj(out.reshape(*out.shape[:2], -1))
+        return self.o_proj.partial(out.reshape(*out.shape[:2], -1))
 
 
 class Block(nn.Module):
@@ -95,11 +96,23 @@ class Block(nn.Module):
         else:
             self.mlp = MoE(moe, c.hidden_size, c.jax_dtype)
 
-    def __call__(self, x, *mixer_args):
+    def __call__(self, x, update, *mixer_args):
+        """One block, its last sum left to the next.
+
+        Args:
+          x: [B, N, E], the residual stream but for what the block before adds to it.
+          update: that, [B, N, E] or partial sums of it; None before the first block.
+          mixer_args: of the mixer.
+
+        Returns:
+          x + update, the residual stream inside this block, what this block adds to that, the mixer's rows.
+        """
         mixer = self.linear_attn if self.layer in self.config.delta_layers else self.self_attn
-        mixed, tree_kv = mixer(self.input_layernorm(x), *mixer_args)
-        x = x + mixed
-        return x + self.mlp(self.post_attention_layernorm(x)), tree_kv
+        before, normed = self.input_layernorm.add(x, update)
+        mixed, tree_kv = mixer(normed, *mixer_args)
+        x, normed = self.post_attention_layernorm.add(before, mixed)
+        mlp = self.mlp.partial if isinstance(self.mlp, MLP) else self.mlp
+        return before, x, mlp(normed), tree_kv
 
 
 class Decoder(nn.Module):
@@ -137,17 +150,19 @@ class Decoder(nn.Module):
         rope = rope_tables(c.rope, positions, c.rotary_dim or c.head_dim)
         rows = conv_rows(ancestors, c.delta.conv_kernel) if c.delta_layers else None
         attention_layers = [i for i in range(c.num_layers) if i not in c.delta_layers]
-        tapped, tree_kv = {}, []
+        stream, tree_kv, update = [], [], None  # stream[i]: before block i
         for i, layer in enumerate(self.layers):
             if i in c.delta_layers:
-                x, kept = layer(x, ancestors, rows, cache.recurrent, c.delta_layers.index(i))
+                args = (ancestors, rows, cache.recurrent, c.delta_layers.index(i))
             else:
-                x, kept = layer(x, rope, ancestors, positions, cache, attention_layers.index(i))
+                args = (rope, ancestors, positions, cache, attention_layers.index(i))
+            before, x, update, kept = layer(x, update, *args)
+            stream.append(before)
             tree_kv.append(kept)
-            if i in taps:
-                tapped[i] = x
-        features = jnp.concatenate([tapped[i] for i in taps], axis=-1) if taps else None
-        return TargetPass(hidden=self.norm(x), features=features, tree_kv=tuple(tree_kv))
+        last, hidden = self.norm.add(x, update)
+        stream.append(last)
+        features = jnp.concatenate([stream[i + 1] for i in taps], axis=-1) if taps else None
+        return TargetPass(hidden=hidden, features=features, tree_kv=tuple(tree_kv))
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
         """[...] int32 -> [..., E]."""

@@ -14,6 +14,7 @@ from ddtree_jax.models.layers import Linear, RMSNorm, split_heads
 from ddtree_jax.models.recurrent import RecurrentRows, RecurrentState, RecurrentWeights, gates, short_conv, unit
 from ddtree_jax.tree import gather_path
 from pallas_kernels.gated_delta_tree import gated_delta_tree
+from pallas_kernels.streaming_matmul import PartialSums
 
 
 def _decay_rate_init(key, shape, dtype):
@@ -90,11 +91,11 @@ class GatedDeltaNet(nn.Module):
         dtype = v.dtype if v.dtype == jnp.bfloat16 else jnp.float32
         return gated_delta_tree(q.astype(dtype), k.astype(dtype), v, log_decay, beta, states, ancestors, layer=layer)
 
-    def finish(self, out: jax.Array, z: jax.Array) -> jax.Array:
+    def finish(self, out: jax.Array, z: jax.Array) -> jax.Array | PartialSums:
         """[B, N, Hv, Dv] of the recurrence and its gates -> [B, N, E]."""
         gate = jax.nn.silu(split_heads(z, out.shape[2]).astype(jnp.float32))
         gated = (self.norm(out).astype(jnp.float32) * gate).astype(out.dtype)
-        return self.out_proj(gated.reshape(*out.shape[:2], -1))
+        return self.out_proj.partial(gated.reshape(*out.shape[:2], -1))
 
     def commit_weights(self) -> RecurrentWeights:
         """What a commit of this layer reads of the parameters."""

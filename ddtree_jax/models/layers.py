@@ -3,17 +3,31 @@
 Shape letters: B slots, N tokens of the pass, H query heads, K key/value heads, D head_dim, E hidden size.
 """
 
+import contextlib
+from collections.abc import Iterator
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.streaming_matmul import streaming_matmul, streaming_swiglu
+from pallas_kernels.fused_norm import add_rms_norm, rms_norm
+from pallas_kernels.streaming_matmul import PartialSums, partial_sums, runs_kernel, streaming_matmul, streaming_swiglu
 
 # How products with a weight matrix are computed: "xla", or an implementation of `pallas_kernels.streaming_matmul`, None
-# to let it choose by the number of rows. Read while tracing: set it before anything is compiled. Its kernel has no
-# gradient and reads weights early, so it is for decoding only.
+# to let it choose by what was measured. Read while tracing: set it before anything is compiled.
 MATMUL: str | None = "xla"
+
+
+@contextlib.contextmanager
+def differentiable() -> Iterator[None]:
+    """While tracing inside, XLA computes all products: the kernel has no gradient."""
+    global MATMUL
+    before, MATMUL = MATMUL, "xla"
+    try:
+        yield
+    finally:
+        MATMUL = before
 
 
 def precision_of(dtype: jnp.dtype) -> lax.Precision | None:
@@ -25,26 +39,13 @@ def linear(
     x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, out_dtype: jnp.dtype | None = None
 ) -> jax.Array:
     """x [..., I] times weight [O, I] (the layout of Hugging Face) plus bias [O] -> [..., O] in `out_dtype` (x's)."""
-    if MATMUL == "xla":
-        y = jnp.einsum("...i,oi->...o", x, weight, precision=precision_of(x.dtype), preferred_element_type=out_dtype)
+    if MATMUL != "xla" and runs_kernel(x, weight, out_dtype=out_dtype, implementation=MATMUL):
+        y = streaming_matmul(x, weight, out_dtype=out_dtype, implementation="mosaic_gpu", early_weights=True)
     else:
-        y = streaming_matmul(x, weight, out_dtype=out_dtype, implementation=MATMUL, early_weights=True)
+        y = jnp.einsum("...i,oi->...o", x, weight, precision=precision_of(x.dtype), preferred_element_type=out_dtype)
     if bias is not None:
         y = y + jnp.broadcast_to(bias, y.shape)
     return y
-
-
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, zero_centred: bool = False) -> jax.Array:
-    """RMSNorm over the last axis, in the order of Llama and Qwen: normalise in float32, cast to x's dtype, weigh.
-
-    Zero-centred (Qwen3.5, Qwen3-Next): multiply by 1 + weight, in float32, and cast last.
-    """
-    x32 = x.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    weight = jnp.broadcast_to(weight, x.shape)
-    if zero_centred:
-        return (x32 * scale * (1 + weight.astype(jnp.float32))).astype(x.dtype)
-    return (x32 * scale).astype(x.dtype) * weight
 
 
 def swiglu(gate_up: jax.Array) -> jax.Array:
@@ -55,9 +56,14 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
 
 def gated_linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     """`swiglu` of x [..., I] times a fused weight [2F, I] -> [..., F]."""
-    if MATMUL == "xla":
-        return swiglu(linear(x, weight))
-    return streaming_swiglu(x, weight, implementation=MATMUL, early_weights=True)
+    if MATMUL != "xla" and runs_kernel(x, weight, panels=2, implementation=MATMUL):
+        return streaming_swiglu(x, weight, implementation="mosaic_gpu", early_weights=True)
+    return swiglu(linear(x, weight))
+
+
+def total(product: jax.Array | PartialSums) -> jax.Array:
+    """A product whose splits may be left to add."""
+    return product.total() if isinstance(product, PartialSums) else product
 
 
 def split_heads(x: jax.Array, num_heads: int) -> jax.Array:
@@ -84,6 +90,12 @@ class Linear(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         return linear(x, self.weight, self.bias)
 
+    def partial(self, x: jax.Array) -> jax.Array | PartialSums:
+        """The same for `pallas_kernels.fused_norm`, which adds up what the kernel leaves."""
+        if MATMUL == "xla" or self.bias is not None or not runs_kernel(x, self.weight, implementation=MATMUL):
+            return self(x)
+        return partial_sums(x, self.weight, early_weights=True)
+
 
 class RMSNorm(nn.Module):
     """Holds `weight` [size]."""
@@ -93,11 +105,18 @@ class RMSNorm(nn.Module):
     dtype: jnp.dtype = jnp.bfloat16
     zero_centred: bool = False
 
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def setup(self):
         init = nn.initializers.zeros if self.zero_centred else nn.initializers.ones
-        weight = self.param("weight", init, (self.size,), self.dtype)
-        return rms_norm(x, weight, self.eps, zero_centred=self.zero_centred)
+        self.weight = self.param("weight", init, (self.size,), self.dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return rms_norm(x, self.weight, self.eps, zero_centred=self.zero_centred)
+
+    def add(self, x: jax.Array, update: jax.Array | PartialSums | None) -> tuple[jax.Array, jax.Array]:
+        """(x + update, its norm); no update adds nothing."""
+        if update is None:
+            return x, self(x)
+        return add_rms_norm(x, update, self.weight, eps=self.eps, zero_centred=self.zero_centred)
 
 
 class MLP(nn.Module):
@@ -113,3 +132,7 @@ class MLP(nn.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down_proj(gated_linear(x, self.gate_up_proj.weight))
+
+    def partial(self, x: jax.Array) -> jax.Array | PartialSums:
+        """See `Linear.partial`."""
+        return self.down_proj.partial(gated_linear(x, self.gate_up_proj.weight))

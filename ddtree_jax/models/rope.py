@@ -79,21 +79,3 @@ def rope_tables(config: RopeConfig, positions: jax.Array, rotary_dim: int) -> tu
     inv_freq, factor = inverse_frequencies(config, rotary_dim)
     angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(inv_freq)[None, None, :]
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
-
-
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the first half of each head against the second (NeoX order), in float32.
-
-    Args:
-      x: [B, N, heads, D].
-      cos, sin: [B, N, R / 2] float32 with R <= D; dimensions R.. pass through.
-
-    Returns:
-      [B, N, heads, D] in x's dtype.
-    """
-    half = cos.shape[-1]
-    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    first = x[..., :half].astype(jnp.float32)
-    second = x[..., half : 2 * half].astype(jnp.float32)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-    return rotated if 2 * half == x.shape[-1] else jnp.concatenate([rotated, x[..., 2 * half :]], axis=-1)

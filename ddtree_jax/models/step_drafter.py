@@ -17,7 +17,8 @@ from ddtree_jax.config import StepDrafterConfig
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.layers import MLP, Linear, RMSNorm, split_heads
 from ddtree_jax.models.moe import MoE
-from ddtree_jax.models.rope import apply_rope, rope_tables
+from ddtree_jax.models.rope import rope_tables
+from pallas_kernels.fused_norm import apply_rope
 from pallas_kernels.tree_attention import tree_attention
 from pallas_kernels.tree_attention.masks import pack_bits
 
@@ -88,7 +89,7 @@ class StepAttention(nn.Module):
         )[:, old:]  # fmt: skip
         if c.attention_gate:
             out = out * jax.nn.sigmoid(gate)
-        return self.o_proj(out.reshape(*out.shape[:2], -1)), rows
+        return self.o_proj.partial(out.reshape(*out.shape[:2], -1)), rows
 
 
 class StepDrafter(nn.Module):
@@ -155,8 +156,8 @@ class StepDrafter(nn.Module):
         """
         x, residual = self.enter(embeddings, context)
         mixed, rows = self.self_attn(x, self._rope(positions), cache, rows, seen)
-        x = residual + mixed
-        x = x + self.mlp(self.post_attention_layernorm(x))
+        x, normed = self.post_attention_layernorm.add(residual, mixed)
+        x = x + self.mlp(normed)
         return *self.leave(x), rows
 
     def _rope(self, positions):

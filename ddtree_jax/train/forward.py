@@ -14,12 +14,14 @@ import jax.numpy as jnp
 from ddtree_jax.config import DrafterConfig, TargetConfig
 from ddtree_jax.models.decoder import Block
 from ddtree_jax.models.dflash import DFlash, DraftBlock
-from ddtree_jax.models.layers import split_heads
-from ddtree_jax.models.rope import apply_rope, rope_tables
+from ddtree_jax.models.layers import differentiable, split_heads
+from ddtree_jax.models.rope import rope_tables
 from ddtree_jax.train.attention import AttentionSpec, block_attention
 from ddtree_jax.train.recurrent import mix_rows
+from pallas_kernels.fused_norm import apply_rope
 
 
+@differentiable()
 def target_features(
     config: TargetConfig, params: Any, tokens: jax.Array, starts: jax.Array, taps: tuple[int, ...],
     chunk_bytes: int = 2**31,
@@ -54,7 +56,7 @@ def target_features(
             first = _window_start(index, starts, c.sliding_windows[i])
             out = block_attention(
                 AttentionSpec(scale=c.head_dim**-0.5, chunk_bytes=chunk_bytes),
-                q.reshape(b, length // slots, slots, c.num_heads, c.head_dim), k.swapaxes(1, 2), v.swapaxes(1, 2),
+                q.reshape(b, length // slots, slots, c.num_heads, c.head_dim), k, v,
                 first.reshape(b, -1, slots), (index + 1).reshape(b, -1, slots),
             )  # fmt: skip
             x = x + attention.finish(out.reshape(b, length, c.num_heads, c.head_dim), gate)
@@ -64,6 +66,7 @@ def target_features(
     return jax.lax.stop_gradient(jnp.concatenate(tapped, axis=-1))
 
 
+@differentiable()
 def draft_blocks(
     config: DrafterConfig, params: Any, embedding: jax.Array, features: jax.Array, tokens: jax.Array,
     starts: jax.Array, anchors: jax.Array, *, chunk_bytes: int = 2**31, remat: bool = False,

@@ -5,8 +5,10 @@ Shape letters: M rows (all leading axes of x together), E inner dimension, O out
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +39,8 @@ def streaming_matmul(
       weight: in Hugging Face's layout, of x's dtype.
       out_dtype: of the result; default x's.
       implementation: "xla", "mosaic_gpu", or None to choose: "mosaic_gpu" on a Hopper GPU where it was measured to
-        be faster, else "xla". The GPU kernel takes float16 and bfloat16, 1 <= M <= 256, and O and E that are
-        multiples of 64.
+        be faster, else "xla". The GPU kernel takes float16 and bfloat16, 1 <= M <= 256, O a multiple of 16
+        and E of 64.
       early_weights: lets the kernel read the weight before the GPU has finished the operation before this one. Only
         for weights that no recent operation computes, such as the parameters of a model.
       config: sizes of the GPU kernel; default by table and model.
@@ -66,33 +68,107 @@ def streaming_swiglu(
     return _product(x, weight, 2, out_dtype, implementation, early_weights, config)
 
 
+@dataclasses.dataclass(frozen=True)
+class PartialSums:
+    """A product as the kernel leaves it, for a kernel that adds its splits while it reads them.
+
+    Attributes:
+      parts: [S, M or more, O], float32 sums of the S splits; of one split the product itself, in `dtype`.
+      leading: the axes that M stands for.
+      dtype: of the product, by name.
+      interpret: how kernels that read it are interpreted, if at all.
+    """
+
+    parts: jax.Array
+    leading: tuple[int, ...]
+    dtype: str
+    interpret: Any = None
+
+    def total(self) -> jax.Array:
+        """The product, [*leading, O]."""
+        rows = math.prod(self.leading)
+        sums = functools.reduce(jnp.add, [part[:rows] for part in self.parts])
+        return sums.astype(self.dtype).reshape(*self.leading, -1)
+
+    def by_slot(self) -> jax.Array:
+        """[S, B, N or more, O] for leading axes (B, N)."""
+        splits, rows, features = self.parts.shape
+        batch, nodes = self.leading
+        if batch == 1:
+            return self.parts.reshape(splits, 1, rows, features)
+        return self.parts[:, : batch * nodes].reshape(splits, batch, nodes, features)
+
+
+def partial_sums(
+    x: jax.Array,  # [..., E]
+    weight: jax.Array,  # [O, E]
+    *,
+    early_weights: bool = False,
+    config: Config | None = None,
+    interpret: Any = None,
+) -> PartialSums:
+    """`streaming_matmul` by the GPU kernel, its splits not yet added.
+
+    Raises:
+      ValueError: the arguments contradict each other.
+      NotImplementedError: the kernel cannot do this product; the message names what.
+    """
+    _check(x, weight, 1, None)
+    shape = _shape(x, weight, 1, None)
+    choice.choose("mosaic_gpu", unsupported(shape))
+    rows = x.reshape(shape.rows, shape.inputs)
+    options = dict(shape=shape, config=config or configs.choose(shape), early_weights=early_weights)
+    parts = mosaic_gpu.matmul(rows, weight, interpret=interpret, **options)
+    parts = parts[None] if parts.ndim == 2 else parts[:, 0]
+    return PartialSums(parts, x.shape[:-1], shape.dtype, interpret)
+
+
+def runs_kernel(
+    x: jax.Array, weight: jax.Array, *, panels: int = 1, out_dtype: jnp.dtype | None = None,
+    implementation: str | None = None,
+) -> bool:  # fmt: skip
+    """Whether a product is for the GPU kernel; arguments and errors as those of `streaming_matmul`.
+
+    Args:
+      panels: 2 for `streaming_swiglu`.
+    """
+    _check(x, weight, panels, implementation)
+    return _choose(_shape(x, weight, panels, out_dtype), implementation) == "mosaic_gpu"
+
+
 def _product(x, weight, panels, out_dtype, implementation, early_weights, config):
     _check(x, weight, panels, implementation)
-    leading, inputs = x.shape[:-1], x.shape[-1]
-    shape = Shape(
-        rows=math.prod(leading),
-        features=weight.shape[0] // panels,
-        inputs=inputs,
-        panels=panels,
-        dtype=x.dtype.name,
-        out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype).name,
-    )
-    obstacle = unsupported(shape)
-    if implementation is None and obstacle is None and not configs.measured_faster(shape):
-        implementation = "xla"
-    implementation = choice.choose(implementation, obstacle)
-    rows = x.reshape(shape.rows, inputs)
-    if implementation == "xla":
+    shape = _shape(x, weight, panels, out_dtype)
+    rows = x.reshape(shape.rows, shape.inputs)
+    if _choose(shape, implementation) == "xla":
         y = reference.matmul(rows, weight)
         y = reference.gate(y) if panels == 2 else y
     else:
         y = from_kernel(rows, weight, shape, config or configs.choose(shape), early_weights=early_weights)
-    return y.astype(shape.out_dtype).reshape(*leading, shape.features)
+    return y.astype(shape.out_dtype).reshape(*x.shape[:-1], shape.features)
+
+
+def _shape(x, weight, panels, out_dtype) -> Shape:
+    return Shape(
+        rows=math.prod(x.shape[:-1]),
+        features=weight.shape[0] // panels,
+        inputs=x.shape[-1],
+        panels=panels,
+        dtype=x.dtype.name,
+        out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype).name,
+    )
+
+
+def _choose(shape: Shape, implementation: str | None) -> str:
+    obstacle = unsupported(shape)
+    if implementation is None and obstacle is None and not configs.measured_faster(shape):
+        return "xla"
+    return choice.choose(implementation, obstacle)
 
 
 def from_kernel(rows, weight, shape: Shape, config: Config, **options) -> jax.Array:
     """What the kernel computes, [M, F], its splits added in order."""
-    out = mosaic_gpu.matmul(rows, weight, shape=shape, config=config, **options)
+    out = mosaic_gpu.matmul(rows, weight, shape=shape, config=config, **options)[..., : shape.rows, :]
     if config.splits == 1:
         return out
     sums = functools.reduce(jnp.add, [out[i] for i in range(config.splits)])  # [panels, M, F]
@@ -107,8 +183,8 @@ def unsupported(shape: Shape) -> str | None:
         return f"a result of {shape.out_dtype} ({shape.dtype} and float32 only)"
     if not 1 <= shape.rows <= MAX_ROWS:
         return f"{shape.rows} rows (1 to {MAX_ROWS})"
-    if shape.features % 64 or shape.inputs % 64:
-        return f"a weight of {shape.features} x {shape.inputs} (multiples of 64 only)"
+    if shape.features % 16 or shape.inputs % 64:
+        return f"a weight of {shape.features} x {shape.inputs} (multiples of 16 and 64 only)"
     if configs.choose(shape) is None:
         return f"a weight of {shape.features} x {shape.inputs} (no configuration fits)"
     return None

@@ -132,6 +132,17 @@ def epilogue_columns(shape: Shape, config: Config) -> int:
     return next(config.tile // n for n in parts if ROWS * config.tile // n * size <= 28 * 1024)
 
 
+def swizzle_bytes(columns: int, itemsize: int) -> int:
+    """The widest swizzle of shared memory that rows of so many columns are a multiple of."""
+    return next(width for width in (128, 64, 32) if columns * itemsize % width == 0)
+
+
+def _writes_whole_tiles(shape: Shape, config: Config) -> bool:
+    """Whether the result's columns are a multiple of those that a write to it is tiled by."""
+    itemsize = jnp.dtype(shape.out_dtype if config.splits == 1 else "float32").itemsize
+    return shape.features % (swizzle_bytes(epilogue_columns(shape, config), itemsize) // itemsize) == 0
+
+
 def shared_bytes(shape: Shape, config: Config, stages: int) -> int:
     """Shared memory of a thread block with so many stages."""
     x_rows = ROWS * config.consumers * config.row_tiles(shape)
@@ -151,6 +162,8 @@ def candidates(shape: Shape) -> list[Config]:
             accumulators = config.row_tiles(shape) * shape.panels * tile // 2  # registers of each thread
             blocks = shape.inputs // block
             if shape.inputs % block or blocks < 2 * splits or accumulators > config.consumer_registers - 40:
+                continue
+            if not _writes_whole_tiles(shape, config):
                 continue
             stages = 1
             while stages < min(12, blocks) and shared_bytes(shape, config, stages + 1) <= _SHARED_BYTES:

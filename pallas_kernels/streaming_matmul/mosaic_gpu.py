@@ -29,7 +29,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.streaming_matmul.config import PRODUCER_REGISTERS, ROWS, Config, Shape, epilogue_columns
+from pallas_kernels.streaming_matmul.config import (
+    PRODUCER_REGISTERS,
+    ROWS,
+    Config,
+    Shape,
+    epilogue_columns,
+    swizzle_bytes,
+)
 
 
 # Jitted, so that the layers of a model share one trace and one lowering of each kernel (seconds each).
@@ -42,23 +49,23 @@ def matmul(
     config: Config,
     early_weights: bool = False,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> jax.Array:  # [M, F] in the output's dtype with one split, else [splits, panels, M, F] float32
+) -> jax.Array:  # [M', F] in the output's dtype with one split, else [splits, panels, M', F] float32
     """The kernel and nothing else; the arguments are taken as checked and supported.
 
     With one split the result is final: x times the weights, or silu(gate) * up of the two panels. With several it is
-    the float32 partial sums of each panel, for the caller to add (`api`).
+    the float32 partial sums of each panel, for the caller to add (`api`). M' is M, or the next multiple of 8: the rows
+    past M are undefined.
     """
     config.check(shape)
-    spare = -shape.rows % 8  # TMA copies tiles of 8 rows
+    spare = -shape.rows % 8 if shape.rows > 8 else 0  # TMA copies tiles of 8 rows, or one smaller tile
     x = jnp.pad(x, ((0, spare), (0, 0))) if spare else x
-    out = _call(shape, config, x.shape[0], early_weights, interpret)(x, weight)
-    return out[..., : shape.rows, :]
+    return _call(shape, config, x.shape[0], early_weights, interpret)(x, weight)
 
 
 def _tiled(columns: int, dtype) -> tuple:
     """The shared-memory layout that TMA writes and wgmma reads: tiles of 8 rows, the widest swizzle that fits."""
     size = jnp.dtype(dtype).itemsize
-    swizzle = next(width for width in (128, 64, 32) if columns * size % width == 0)
+    swizzle = swizzle_bytes(columns, size)
     return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
 
 
@@ -103,6 +110,10 @@ def _call(shape: Shape, config: Config, padded_rows: int, early_weights: bool, i
 def _body(shape: Shape, config: Config, early_weights: bool, interpreted: bool, x_g, w_g, out_g, **scratch):
     wg = lax.axis_index("wg")
     span = _Span(shape, config)
+    if not interpreted:
+        # At once: every thread block of this launch runs by now, and those of the next, which wait for all of these to
+        # end before they read what these write, take their places as they end.
+        plgpu.griddepcontrol_launch_dependents()
 
     @pl.when(wg == config.consumers)
     def _():
@@ -246,8 +257,6 @@ def _consume(shape, config, interpreted, span, wg, out_g, scratch):
         return step + end - first
 
     lax.fori_loop(0, span.count, item, 0)
-    if not interpreted:
-        plgpu.griddepcontrol_launch_dependents()
     plgpu.wait_smem_to_gmem(0)
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from ddtree_jax.config import RopeConfig
-from ddtree_jax.models.rope import apply_rope, inverse_frequencies, rope_tables
+from ddtree_jax.models.rope import inverse_frequencies, rope_tables
+from pallas_kernels.fused_norm import apply_rope
 
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "goldens" / "rope.json").read_text())
 NAMES = {"rope_type": "kind", "rope_theta": "theta", "original_max_position_embeddings": "original_max_position"}

@@ -1,0 +1,84 @@
+"""Fused norms: the public functions and the choice of implementation.
+
+Their GPU kernels take what the streaming matmul leaves (`PartialSums`), so that its splits are added on the way, and
+let the product after them read its weights early. After any other product XLA fuses these steps as well or better.
+
+Shape letters: B slots, N tokens, E features, H query heads, K key/value heads, D head_dim, R rotated dimensions.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.fused_norm import mosaic_gpu_add, mosaic_gpu_heads, reference
+from pallas_kernels.fused_norm.mosaic_gpu_heads import Heads
+from pallas_kernels.streaming_matmul import PartialSums
+
+_SHARED_BYTES = 200 * 1024
+
+
+def add_rms_norm(
+    x: jax.Array,  # [..., E]
+    update: jax.Array | PartialSums,  # [..., E]
+    weight: jax.Array,  # [E]
+    *,
+    eps: float,
+    zero_centred: bool = False,
+) -> tuple[jax.Array, jax.Array]:  # [..., E] twice
+    """x + update, and `reference.rms_norm` of it.
+
+    The GPU kernel runs if `update` comes from the streaming matmul, in bfloat16 or float16 and with E a multiple of
+    128; it has no gradient.
+    """
+    if isinstance(update, PartialSums):
+        if x.dtype.itemsize == 2 and x.shape[-1] % 128 == 0:
+            rows = x.reshape(-1, x.shape[-1])
+            results = mosaic_gpu_add.add_rms_norm(
+                rows, update.parts, weight, eps=eps, zero_centred=zero_centred, interpret=update.interpret
+            )
+            return tuple(result.reshape(x.shape) for result in results)
+        update = update.total()
+    total = x + update
+    return total, reference.rms_norm(total, weight, eps, zero_centred=zero_centred)
+
+
+def qk_norm_rope(
+    projected: jax.Array | PartialSums,  # [B, N, (H + 2K + gates) D]
+    q_weight: jax.Array | None,  # [D]
+    k_weight: jax.Array | None,  # [D]
+    cos: jax.Array,  # [B, N, R / 2] float32
+    sin: jax.Array,
+    heads: Heads,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Cuts a fused projection into heads (queries, keys, values, gates), norms queries and keys, and rotates them.
+
+    The GPU kernel runs if `projected` comes from the streaming matmul, in bfloat16 or float16; it has no gradient.
+
+    Returns:
+      queries [B, N, H, D], keys and values [B, K, N, D], gates [B, N, gates, D].
+    """
+    if isinstance(projected, PartialSums):
+        parts = projected.by_slot()
+        if _supported(parts, cos, projected.dtype, heads):
+            q, k, v, *gate = mosaic_gpu_heads.qk_norm_rope(
+                parts, q_weight, k_weight, cos, sin, heads=heads, nodes=cos.shape[1], dtype=projected.dtype,
+                interpret=projected.interpret,
+            )  # fmt: skip
+            return q, k, v, gate[0] if gate else jnp.zeros((*q.shape[:2], 0, heads.head_dim), q.dtype)
+        projected = projected.total()
+    x = projected.reshape(*projected.shape[:-1], heads.count, heads.head_dim)
+    ends = (heads.queries, heads.queries + heads.keys, heads.queries + 2 * heads.keys)
+    q, k, v, gate = jnp.split(x, ends, axis=2)
+    if heads.eps is not None:
+        q = reference.rms_norm(q, q_weight, heads.eps, zero_centred=heads.zero_centred)
+        k = reference.rms_norm(k, k_weight, heads.eps, zero_centred=heads.zero_centred)
+    q, k = reference.apply_rope(q, cos, sin), reference.apply_rope(k, cos, sin)
+    return q, k.swapaxes(1, 2), v.swapaxes(1, 2), gate
+
+
+def _supported(parts: jax.Array, cos: jax.Array, dtype: str, heads: Heads) -> bool:
+    """Whether the kernel can cut up and hold these heads."""
+    half, itemsize = cos.shape[-1], jnp.dtype(dtype).itemsize
+    size = mosaic_gpu_heads.shared_bytes(heads, parts.shape[0], parts.dtype.itemsize, 2 * half, itemsize)
+    return itemsize == 2 and heads.head_dim % 32 == 0 and half % 16 == 0 and size <= _SHARED_BYTES
