@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ddtree_jax.config import DeltaConfig, DrafterConfig, MoEConfig, RopeConfig, TargetConfig, default_taps
+from ddtree_jax.config import (
+    DeltaConfig,
+    DraftConfig,
+    DrafterConfig,
+    Eagle3Config,
+    MoEConfig,
+    MTPConfig,
+    RopeConfig,
+    TargetConfig,
+    default_taps,
+    eagle3_taps,
+)
 from ddtree_jax.models.abstract import abstract_params
 
 
@@ -105,17 +117,94 @@ def dflash_config(name: str) -> DrafterConfig:
     )  # fmt: skip
 
 
+def dflash2_config(name: str) -> DrafterConfig:
+    """The DFlash 2 drafter of a target: that of DFlash with the sizes that are published (Qwen3.8-27B-DFlash2).
+
+    Blocks of 8 slots, layers that all slide by 2048 tokens, convolutions of 2 taps over groups of 16 channels, a
+    selector of rank 256 among 16 candidates.
+    """
+    dflash = dflash_config(name)
+    return dataclasses.replace(
+        dflash, block_size=min(8, dflash.block_size), sliding_windows=(2048,) * dflash.num_layers, conv_taps=2,
+        conv_group_size=16, selector_rank=256, selector_top_k=16,
+    )  # fmt: skip
+
+
+def eagle3_config(t: TargetConfig) -> Eagle3Config:
+    """The EAGLE-3 drafter of a target: one layer of the target's own geometry, a head over 32000 tokens.
+
+    As published for Qwen3-8B and Llama-3.1-8B; for the other shapes the same recipe stands in. Small vocabularies are
+    cut to a quarter, and short targets tapped at their first blocks.
+    """
+    return Eagle3Config(
+        hidden_size=t.hidden_size, intermediate_size=t.intermediate_size, num_heads=t.num_heads,
+        num_kv_heads=t.num_kv_heads, head_dim=t.head_dim, rms_norm_eps=t.rms_norm_eps, rope=t.rope,
+        target_layer_ids=eagle3_taps(t.num_layers) if t.num_layers > 6 else tuple(range(min(3, t.num_layers))),
+        target_hidden_size=t.hidden_size, target_num_layers=t.num_layers, target_vocab_size=t.vocab_size,
+        draft_vocab_size=32000 if t.vocab_size > 32000 else t.vocab_size // 4, dtype=t.dtype,
+    )  # fmt: skip
+
+
+def mtp_config(t: TargetConfig) -> MTPConfig:
+    """The prediction layer that a hybrid target's checkpoint brings along. Raises ValueError for other targets."""
+    if not t.delta_layers:
+        raise ValueError("multi-token-prediction layers come with Qwen3.5 and Qwen3.6 only")
+    return MTPConfig(
+        hidden_size=t.hidden_size, intermediate_size=t.intermediate_size, num_heads=t.num_heads,
+        num_kv_heads=t.num_kv_heads, head_dim=t.head_dim, rms_norm_eps=t.rms_norm_eps, rope=t.rope,
+        rotary_dim=t.rotary_dim, moe=t.moe and dataclasses.replace(t.moe, sparse=(True,)),
+        target_hidden_size=t.hidden_size, target_num_layers=t.num_layers, target_vocab_size=t.vocab_size, dtype=t.dtype,
+    )  # fmt: skip
+
+
+BLOCK_DRAFTERS = {"dflash": dflash_config, "dflash2": dflash2_config}
+STEP_DRAFTERS = {"eagle3": eagle3_config, "mtp": mtp_config}
+DRAFTER_KINDS = (*BLOCK_DRAFTERS, *STEP_DRAFTERS)
+
+
+def models(shape: str, kind: str = "dflash", num_layers: int | None = None) -> tuple[TargetConfig, DraftConfig]:
+    """Configs of a target and of a drafter for it.
+
+    Args:
+      shape: one of TARGETS.
+      kind: of the drafter, one of DRAFTER_KINDS.
+      num_layers: cuts the target to so many layers for a quick look; the drafter keeps its size.
+
+    Raises:
+      ValueError: there is no such drafter for this shape.
+    """
+    target = TARGETS[shape]
+    if num_layers is not None:
+        moe = target.moe and dataclasses.replace(target.moe, sparse=target.moe.sparse[:num_layers])
+        target = dataclasses.replace(
+            target, num_layers=num_layers, sliding_windows=(None,) * num_layers, moe=moe,
+            delta_layers=tuple(i for i in target.delta_layers if i < num_layers),
+        )  # fmt: skip
+    if kind in STEP_DRAFTERS:
+        return target, STEP_DRAFTERS[kind](target)
+    drafter = BLOCK_DRAFTERS[kind](shape)
+    if num_layers is not None:
+        taps = default_taps(num_layers, min(len(drafter.target_layer_ids), max(1, num_layers - 3)))
+        drafter = dataclasses.replace(drafter, target_num_layers=num_layers, target_layer_ids=taps)
+    return target, drafter
+
+
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def normal(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype, scale: float) -> jax.Array:
     return jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype)
 
 
-def random_params(config: TargetConfig | DrafterConfig) -> Any:
-    """Small normal weights in the dtype of `config`, leaf by leaf, so that no float32 copy of a model exists."""
+def random_params(config: TargetConfig | DraftConfig) -> Any:
+    """Small normal weights in the dtype of `config`, leaf by leaf, so that no float32 copy of a model exists.
+
+    Norms are one, and a table of token ids names the first ones.
+    """
+
+    def value(key: jax.Array, x: jax.ShapeDtypeStruct) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            return jnp.arange(x.size, dtype=x.dtype)
+        return jnp.ones(x.shape, x.dtype) if len(x.shape) == 1 else normal(key, x.shape, x.dtype, 0.02)
+
     leaves, structure = jax.tree.flatten(abstract_params(config))
     keys = jax.random.split(jax.random.key(0), len(leaves))
-    values = [
-        jnp.ones(x.shape, x.dtype) if len(x.shape) == 1 else normal(key, x.shape, x.dtype, 0.02)
-        for key, x in zip(keys, leaves)
-    ]
-    return jax.tree.unflatten(structure, values)
+    return jax.tree.unflatten(structure, [value(key, x) for key, x in zip(keys, leaves)])

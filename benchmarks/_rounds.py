@@ -2,6 +2,10 @@
 
 Every part is product code; what is added is the chain from one turn of a loop to the next, so that XLA can neither
 drop, hoist nor overlap turns, and the reset of lengths and flags.
+
+A round of a DFlash drafter has a pass of the drafter ("draft") and the tree's building ("build"). The drafters that run
+once a depth grow their tree between their steps, and a look-up has no model: there "draft" is all until the tree
+stands.
 """
 
 from __future__ import annotations
@@ -20,12 +24,30 @@ from benchmarks.tree_build import marginals
 from ddtree_jax.decode.loop import DecodeLoop, Kept, Verified
 from ddtree_jax.decode.noise import at_context, noise, noisy_state
 from ddtree_jax.decode.plan import ROW_TILE
-from ddtree_jax.decode.proposers import NoDraft
+from ddtree_jax.decode.proposers import DFlashProposer, LookupProposer, NoDraft
+from ddtree_jax.decode.proposers.lookup import MAX_MATCHES, History
 from ddtree_jax.decode.state import DecodeState, Request
 from ddtree_jax.models.abstract import abstract_params
-from ddtree_jax.tree import DraftTree, accept
+from ddtree_jax.models.selector import log_conditionals
+from ddtree_jax.tree import DraftTree, accept, top_tokens
 
 _OUTPUT_ROWS = 64
+
+
+def _recurrence(context: int) -> int:
+    """After how many tokens the token that is looked up comes back: often enough for MAX_MATCHES, and no draft of 15
+    tokens reaches the next one."""
+    return max(2, min(16, context // MAX_MATCHES))
+
+
+def recurring_text(context: int, rows: int, vocab: int) -> jax.Array:
+    """[1, rows] int32: random tokens, and every so often (`_recurrence`) one and the same.
+
+    So the look-up of that one finds matches that go on in as many ways, which fill a tree with different tokens; where
+    the context is short there are fewer.
+    """
+    text = jax.random.randint(jax.random.key(1), (1, rows), 1, vocab, jnp.int32)
+    return jnp.where(jnp.arange(rows) % _recurrence(context) == 0, 0, text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +88,10 @@ class Rounds:
         commit = Part("accept+commit", self._commit, lambda: (self._verified(), (self._state(), self._draws())))
         if isinstance(self.loop.proposer, NoDraft):
             return [whole, verify, commit]
-        draft = Part("draft", self._draft, lambda: (self._state(), jnp.zeros((1,), jnp.int32)))
-        build = Part("build", self._build, lambda: (None, self._log_probs()))
+        start = lambda: (self._state(), jnp.zeros((1,), jnp.int32))  # noqa: E731
+        if not isinstance(self.loop.proposer, DFlashProposer):
+            return [whole, Part("draft", self._propose, start), verify, commit]
+        draft, build = Part("draft", self._draft, start), Part("build", self._build, self._scores)
         return [whole, draft, build, verify, commit]
 
     def _request(self) -> Request:
@@ -83,15 +107,24 @@ class Rounds:
     def _round(self, params, _, state: DecodeState) -> DecodeState:
         return self._reset(self.loop.decode_round(params, self._request(), state))
 
-    def _draft(self, params, state: DecodeState, root: jax.Array) -> jax.Array:
-        log_probs = self.loop.proposer.log_probs(params["drafter"], params["target"], state.drafter_cache, root)
-        log_probs = lax.optimization_barrier(log_probs)  # all of them, as the tree build needs them
-        return jnp.abs(log_probs[:, 0, 0]).astype(jnp.int32) % self._vocab
+    def _propose(self, params, state: DecodeState, root: jax.Array) -> jax.Array:
+        proposer, cache = self.loop.proposer, state.drafter_cache
+        tree = proposer.propose(params["drafter"], params["target"], cache, self._known(cache, root))
+        return lax.optimization_barrier(tree).tokens[:, -1] % self._vocab
 
-    def _build(self, params, _, log_probs: jax.Array) -> jax.Array:
-        tree = lax.optimization_barrier(self.loop.proposer.shape.build(log_probs, jnp.zeros((1,), jnp.int32)))
+    def _draft(self, params, state: DecodeState, root: jax.Array) -> jax.Array:
+        proposer = self.loop.proposer
+        scores = proposer.conditionals if proposer.config.selector_rank else proposer.log_probs
+        scores = scores(params["drafter"], params["target"], state.drafter_cache, root)
+        # All of them, as the tree build needs them.
+        some = jax.tree.leaves(lax.optimization_barrier(scores))[0][:, 0, 0]
+        return jnp.abs(some).astype(jnp.int32) % self._vocab
+
+    def _build(self, params, candidates: jax.Array | None, scores: jax.Array) -> jax.Array:
+        tree = lax.optimization_barrier(self._shape_tree(candidates, scores, jnp.zeros((1,), jnp.int32)))
         # One number changes in place, so that each tree waits for the one before.
-        return log_probs.at[0, 0, 0].set(jnp.sum(tree.log_prob[:, :2]) + tree.tokens[0, -1].astype(jnp.float32) * 1e-9)
+        number = jnp.sum(tree.log_prob[:, :2]) + tree.tokens[0, -1].astype(jnp.float32) * 1e-9
+        return scores.at[(0,) * scores.ndim].set(number)
 
     def _verify(self, params, fixed, tokens: jax.Array) -> jax.Array:
         state, tree = fixed
@@ -108,25 +141,70 @@ class Rounds:
 
     def _reset(self, state: DecodeState) -> DecodeState:
         return at_context(state, self.context).replace(
-            num_tokens=jnp.zeros((1,), jnp.int32), rounds=jnp.zeros((1,), jnp.int32), done=jnp.zeros((1,), bool)
-        )
+            root=self._known(state.drafter_cache, state.root),
+            num_tokens=jnp.zeros((1,), jnp.int32), rounds=jnp.zeros((1,), jnp.int32), done=jnp.zeros((1,), bool),
+        )  # fmt: skip
+
+    def _known(self, drafter_cache: Any, root: jax.Array) -> jax.Array:
+        """For a look-up a root [1] that its text holds, still a function of `root`: what a random target draws would
+        not be found. For other proposers `root`."""
+        if not isinstance(self.loop.proposer, LookupProposer):
+            return root
+        step = _recurrence(self.context)
+        at = step * (root % max(1, self.context // step))
+        return jnp.take_along_axis(drafter_cache.tokens, at[:, None], axis=1, mode="clip")[:, 0]
 
     # Operands.
 
-    def _state(self) -> DecodeState:
-        """A state with random keys and values."""
-        rows = -(-(self.context + self.loop.proposer.max_path) // ROW_TILE) * ROW_TILE
-        return self._reset(noisy_state(self.loop, 1, rows, _OUTPUT_ROWS))
+    @property
+    def _rows(self) -> int:
+        """C of both caches."""
+        return -(-(self.context + self.loop.proposer.max_path) // ROW_TILE) * ROW_TILE
 
-    def _log_probs(self) -> jax.Array:
-        """Marginals that flatten with depth, as a drafter's do."""
-        return jax.jit(marginals, static_argnums=(0, 1))(self.loop.proposer.max_path - 1, self._vocab)
+    def _state(self) -> DecodeState:
+        """A state with random keys and values, or text."""
+        state = noisy_state(self.loop, 1, self._rows, _OUTPUT_ROWS)
+        if isinstance(self.loop.proposer, LookupProposer):
+            state = state.replace(drafter_cache=self._history())
+        return self._reset(state)
+
+    def _history(self) -> History:
+        text = recurring_text(self.context, self._rows, self._vocab)
+        return History(tokens=text, length=jnp.full((1,), self.context, jnp.int32))
+
+    def _scores(self) -> tuple[jax.Array | None, jax.Array]:
+        """What a DFlash tree is built from: (None, log probabilities [1, L, V] that flatten with depth, as a drafter's
+        do), or of DFlash 2 (candidates [1, L, K], conditionals [1, L, K, K])."""
+        proposer = self.loop.proposer
+        log_probs = jax.jit(marginals, static_argnums=(0, 1))(proposer.max_path - 1, self._vocab)
+        if not proposer.config.selector_rank:
+            return None, log_probs
+        log_prob, candidates = top_tokens(log_probs, proposer.config.max_candidates)
+        pairs = jax.random.normal(jax.random.key(3), (*log_prob.shape, log_prob.shape[-1]), jnp.float32)
+        return candidates, log_conditionals(log_prob, pairs)
+
+    def _shape_tree(self, candidates: jax.Array | None, scores: jax.Array, root: jax.Array) -> DraftTree:
+        shape = self.loop.proposer.shape
+        return shape.build(scores, root) if candidates is None else shape.build_conditional(candidates, scores, root)
 
     def _tree(self) -> DraftTree:
-        root = jnp.zeros((1,), jnp.int32)
-        if isinstance(self.loop.proposer, NoDraft):
-            return self.loop.proposer.propose(None, None, None, root)
-        return jax.jit(self.loop.proposer.shape.build)(self._log_probs(), root)
+        """A tree as the proposer builds it, without a model."""
+        proposer, root = self.loop.proposer, jnp.zeros((1,), jnp.int32)
+        if isinstance(proposer, NoDraft):
+            return proposer.propose(None, None, None, root)
+        if isinstance(proposer, LookupProposer):
+            history = self._history()
+            return jax.jit(proposer.propose)(None, None, history, self._known(history, root))
+        if isinstance(proposer, DFlashProposer):
+            return jax.jit(self._shape_tree)(*self._scores(), root)
+        return jax.jit(lambda root: proposer.growth.grow(self._random_children, 0, root))(root)
+
+    def _random_children(self, depth: int, tokens: jax.Array, parents: jax.Array, ranks: int):
+        """Children of a tree that grows (`proposers.growth.Expand`): random tokens, each half as probable as the one
+        before."""
+        drafted = jax.random.randint(jax.random.key(depth), (*tokens.shape, ranks), 0, self._vocab, jnp.int32)
+        log_prob = jnp.log(0.5) * jnp.arange(1, ranks + 1, dtype=jnp.float32)
+        return jnp.broadcast_to(log_prob, drafted.shape), drafted, depth + 1
 
     def _draws(self) -> jax.Array:
         return jnp.zeros(self._tree().tokens.shape, jnp.int32)

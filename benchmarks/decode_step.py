@@ -4,22 +4,24 @@
   python -m benchmarks.decode_step --shape qwen3-8b --contexts 1024 --nodes 64,128 --methods autoregressive,ddtree
   python -m benchmarks.decode_step --shape qwen3-8b --layers 4 --contexts 1024 --nodes 64        a quick look
   python -m benchmarks.decode_step --shape qwen3-8b --matmul auto                 with the streaming matmul kernel
+  python -m benchmarks.decode_step --shape qwen3-8b --drafter eagle3 --nodes 64   its chain, static and dynamic tree
+  python -m benchmarks.decode_step --shape qwen3-8b --methods autoregressive,lookup,lookup_tree,static_tree --nodes 64
 
 Weights are random, at the real shapes, and made on the device; a sequence at a time (batch 1), temperature 0. Times are
 milliseconds in a loop on the device with the context held at one length (`_rounds`). Each part is timed in a loop of
-its own, so parts need not add up to the round: XLA fuses across their borders, or rereads what the cache has kept.
+its own, so parts need not add up to the round: XLA fuses across their borders, or rereads what the cache has kept. Of a
+drafter that runs once a depth (EAGLE-3, MTP) and of a look-up the draft includes the tree.
 
-Floor: for draft, verification and commit, the bytes of every weight that each must read (the shared head counts twice)
-and of the keys and values of the context over 4.39 TB/s, or the arithmetic over 790 TFLOP/s, whichever takes longer;
-their sum. Tokens per second are a projection: the mean accepted length that the paper published for this target and
-width, over our time of a round.
+Floor (`_floor`): for draft, verification and commit, the bytes of every weight that each must read (the shared head
+counts twice, a drafter that runs once a depth once a step) and of the keys and values of the context over 4.39 TB/s, or
+the arithmetic over 790 TFLOP/s, whichever takes longer; their sum. Tokens per second are a projection: the mean
+accepted length that the paper published for this target and width, over our time of a round.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import dataclasses
 import json
 import os
 import time
@@ -28,16 +30,15 @@ from typing import Any
 import jax
 
 from benchmarks import _timing
-from benchmarks._models import TARGETS, dflash_config, random_params
+from benchmarks._floor import Work, round_work
+from benchmarks._models import DRAFTER_KINDS, TARGETS, models, random_params
 from benchmarks._rounds import Rounds, compile_part, time_part
-from ddtree_jax.config import DecodeConfig, DrafterConfig, TargetConfig, default_taps
+from benchmarks._variants import decode_config, variants
+from ddtree_jax.config import METHODS, possible_methods
 from ddtree_jax.decode.loop import DecodeLoop
 from ddtree_jax.decode.plan import make_proposer
 from ddtree_jax.models import layers
-from ddtree_jax.models.abstract import abstract_params
 from ddtree_jax.models.decoder import Decoder
-
-METHODS = ("autoregressive", "dflash", "ddtree")
 
 # Mean tokens a round on MATH-500 at temperature 0, arXiv 2604.12989: the chain from its Table 1, trees read off its
 # figure of the budget (Qwen3-8B only). A budget of B counts nodes below the root; our N counts the root.
@@ -46,91 +47,17 @@ PUBLISHED = {
     "qwen3-4b": {"dflash": 7.72},
 }
 
-TIMED = ("autoregressive", "dflash", "ddtree")  # the first is what the others are compared with
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """What one pass of a model has to read and to compute."""
-
-    bytes: float
-    flop: float
-
-    def __add__(self, other: Work) -> Work:
-        return Work(self.bytes + other.bytes, self.flop + other.flop)
-
-    @property
-    def floor_ms(self) -> float:
-        return _timing.floor_us(self.bytes, self.flop) / 1e3
-
-
-def pass_work(config: TargetConfig | DrafterConfig, rows: int, context: int) -> Work:
-    """Matrices and attention of one pass of `rows` tokens; a target's head included, its embedding not.
-
-    A drafter's `fc` belongs to the commit and is left out. Of experts, those count that so many tokens are expected to
-    choose if all are as likely. Recurrent layers read one state each.
-    """
-    c, itemsize = config, config.jax_dtype.itemsize
-    leaves = jax.tree.leaves(abstract_params(c))
-    if isinstance(c, DrafterConfig):
-        outside = _features(c) * c.hidden_size
-    else:
-        outside = 0 if c.tie_embeddings else c.vocab_size * c.hidden_size
-    dense = sum(x.size for x in leaves if len(x.shape) == 2) - outside
-    experts, share, touched = 0, 0.0, 0.0
-    if getattr(c, "moe", None):
-        experts = sum(x.size for x in leaves if len(x.shape) == 3)
-        share = c.moe.experts_per_token / c.moe.num_experts
-        touched = 1 - (1 - share) ** rows
-    windows = [w for i, w in enumerate(c.sliding_windows) if i not in getattr(c, "delta_layers", ())]
-    seen = sum(context if w is None else min(context, w) for w in windows)
-    keys_values = 2 * seen * c.num_kv_heads * c.head_dim * itemsize + state_bytes(c)
-    attention = 4 * rows * (seen + rows * len(windows)) * c.num_heads * c.head_dim
-    size_read, size_used = dense + experts * touched, dense + experts * share
-    return Work(size_read * itemsize + keys_values, 2 * rows * size_used + attention)
-
-
-def state_bytes(config: TargetConfig | DrafterConfig) -> int:
-    """Float32 states of all recurrent layers of a sequence."""
-    if isinstance(config, DrafterConfig) or not config.delta_layers:
-        return 0
-    d = config.delta
-    return 4 * len(config.delta_layers) * d.num_value_heads * d.key_head_dim * d.value_head_dim
-
-
-def _features(drafter: DrafterConfig) -> int:
-    """Width of the target's features that the drafter takes in."""
-    return len(drafter.target_layer_ids) * drafter.target_hidden_size
-
-
-def matrix_work(config: TargetConfig | DrafterConfig, outputs: int, inputs: int, rows: int) -> Work:
-    return Work(outputs * inputs * config.jax_dtype.itemsize, 2 * rows * outputs * inputs)
-
-
-def round_work(target: TargetConfig, drafter: DrafterConfig, method: str, nodes: int, context: int) -> dict[str, Work]:
-    """Work of the parts that read weights."""
-    verify = pass_work(target, nodes, context)
-    replay = Work(2 * state_bytes(target), 0)  # read and written once
-    if method == "autoregressive":
-        return {"verify": verify} | ({"accept+commit": replay} if target.delta_layers else {})
-    head = matrix_work(target, target.vocab_size, target.hidden_size, drafter.depth)
-    draft = pass_work(drafter, drafter.block_size, context) + head
-    commit = matrix_work(drafter, drafter.hidden_size, _features(drafter), drafter.depth + 1)
-    return {"draft": draft, "verify": verify, "accept+commit": commit + replay}
-
-
-def variants(methods: list[str], nodes: list[int], depth: int) -> list[tuple[str, int]]:
-    """(method, N) in the order of the table."""
-    widths = {"autoregressive": [1], "dflash": [depth + 1], "ddtree": nodes}
-    return [(method, n) for method in methods for n in widths[method]]
+# Timed unless the caller says otherwise; the first is what the others are compared with.
+_BLOCK, _STEP = ("autoregressive", "dflash", "ddtree"), ("autoregressive", "best_path", "static_tree", "eagle2")
+DEFAULT_METHODS = {"dflash": _BLOCK, "dflash2": _BLOCK, "eagle3": _STEP, "mtp": _STEP}
 
 
 def run_context(args, target, drafter, params: Any, context: int, records: list[dict]) -> None:
     """Compiles every part of every variant at one context, several at a time, then measures and prints each variant."""
     decoder, jobs = Decoder(target), []
-    for method, nodes in variants(args.methods, args.nodes, drafter.depth):
-        config = DecodeConfig(method=method, num_nodes=nodes)
-        loop = DecodeLoop(decoder, make_proposer(config, decoder, drafter), sample=False, chunk=1)
+    for method, nodes in variants(args.methods, args.nodes, drafter):
+        proposer = make_proposer(decode_config(method, nodes, drafter), decoder, drafter)
+        loop = DecodeLoop(decoder, proposer, sample=False, chunk=1)
         parts = Rounds(loop, context).parts()
         jobs += [(method, nodes, part) for part in (parts[:1] if args.round_only else parts)]
     began = time.perf_counter()
@@ -138,7 +65,7 @@ def run_context(args, target, drafter, params: Any, context: int, records: list[
         runs = list(pool.map(lambda job: compile_part(job[2], params), jobs))
     print(f"# context {context}: {len(jobs)} loops compiled in {time.perf_counter() - began:.0f} s", flush=True)
     base = None
-    for method, nodes in variants(args.methods, args.nodes, drafter.depth):
+    for method, nodes in variants(args.methods, args.nodes, drafter):
         times = {}
         with _timing.alone():
             for (m, n, part), run in zip(jobs, runs):
@@ -162,11 +89,12 @@ def summary(args, target, drafter, method, nodes, context, times: dict[str, floa
     if method == "autoregressive":
         accepted, base = 1.0, milliseconds
     else:
-        complete = args.layers is None  # a projection only for the whole model
-        key = "dflash" if method == "dflash" else nodes
-        accepted = PUBLISHED.get(args.shape, {}).get(key) if complete else None
+        # A projection only for the whole model, and for what was published.
+        known = args.layers is None and args.drafter == "dflash" and method in ("dflash", "ddtree")
+        accepted = PUBLISHED.get(args.shape, {}).get("dflash" if method == "dflash" else nodes) if known else None
     return dict(
-        shape=args.shape, layers=target.num_layers, context=context, method=method, nodes=nodes,
+        shape=args.shape, layers=target.num_layers, drafter=args.drafter if METHODS[method].needs_drafter else None,
+        context=context, method=method, nodes=nodes,
         matmul=str(layers.MATMUL), device=jax.devices()[0].device_kind, xla_flags=os.environ.get("XLA_FLAGS", ""),
         round_ms=milliseconds, parts_ms={name: ms for name, ms in times.items() if name != "round"}, floor_ms=floor,
         ratio_to_floor=milliseconds / floor, gb_per_s=whole.bytes / milliseconds / 1e6,
@@ -196,35 +124,21 @@ def row(record: dict) -> str:
     )
 
 
-def shortened(shape: str, num_layers: int | None) -> tuple[TargetConfig, DrafterConfig]:
-    """The configs of a shape, cut to some layers for a quick look."""
-    target, drafter = TARGETS[shape], dflash_config(shape)
-    if num_layers is None:
-        return target, drafter
-    taps = default_taps(num_layers, min(len(drafter.target_layer_ids), max(1, num_layers - 3)))
-    moe = target.moe and dataclasses.replace(target.moe, sparse=target.moe.sparse[:num_layers])
-    target = dataclasses.replace(
-        target, num_layers=num_layers, sliding_windows=(None,) * num_layers, moe=moe,
-        delta_layers=tuple(i for i in target.delta_layers if i < num_layers),
-    )  # fmt: skip
-    return target, dataclasses.replace(drafter, target_num_layers=num_layers, target_layer_ids=taps)
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(n) for n in text.split(",")]
 
-    def methods(text: str) -> list[str]:
-        unknown = set(text.split(",")) - set(TIMED)
-        if unknown:
-            raise argparse.ArgumentTypeError(f"unknown methods {sorted(unknown)}; known: {', '.join(TIMED)}")
-        return [method for method in TIMED if method in text.split(",")]  # autoregressive first: others refer to it
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=TARGETS, default="qwen3-8b")
     parser.add_argument("--contexts", type=numbers, default=[1024, 8192, 32768], help="committed tokens")
-    parser.add_argument("--methods", type=methods, default=list(TIMED))
-    parser.add_argument("--nodes", type=numbers, default=[16, 32, 64, 128, 256], help="widths of ddtree, root included")
+    parser.add_argument(
+        "--drafter", choices=DRAFTER_KINDS, default="dflash", help="its kind, at the geometry published for the shape"
+    )
+    parser.add_argument("--methods", help="those that the drafter allows, and those without one; by default most")
+    parser.add_argument(
+        "--nodes", type=numbers, default=[16, 32, 64, 128, 256],
+        help="widths of ddtree, eagle2, static_tree and lookup_tree, root included",
+    )  # fmt: skip
     parser.add_argument("--layers", type=int, help="cut the target to so many layers")
     parser.add_argument(
         "--matmul", choices=("xla", "mosaic_gpu", "auto"), default="xla", help="for products of few rows"
@@ -233,18 +147,27 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=0.15, help="about how long one timed loop runs")
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="compilations at a time")
     parser.add_argument("--json", help="append the records to this file, one JSON object a line")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    try:
+        possible = possible_methods(models(args.shape, args.drafter, args.layers)[1])
+    except ValueError as error:
+        parser.error(f"--drafter {args.drafter} --shape {args.shape}: {error}")
+    chosen = args.methods.split(",") if args.methods else DEFAULT_METHODS[args.drafter]
+    if unknown := set(chosen) - set(possible):
+        parser.error(f"--methods: {sorted(unknown)} with --drafter {args.drafter}; possible: {', '.join(possible)}")
+    args.methods = [method for method in possible if method in chosen]  # autoregressive first: others refer to it
+    return args
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:
     args = parse(arguments)
     layers.MATMUL = None if args.matmul == "auto" else args.matmul
-    target, drafter = shortened(args.shape, args.layers)
+    target, drafter = models(args.shape, args.drafter, args.layers)
     device = jax.devices()[0].device_kind
     print(f"# {device}, jax {jax.__version__}, XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r}, matmul {args.matmul}")
     params = jax.block_until_ready({"target": random_params(target), "drafter": random_params(drafter)})
     size = sum(x.nbytes for x in jax.tree.leaves(params)) / 1e9
-    sizes = f"{target.num_layers} layers, drafter of {drafter.num_layers} layers and {drafter.block_size} slots"
+    sizes = f"{target.num_layers} layers, {args.drafter} of {drafter.num_layers} layers and depth {drafter.depth}"
     print(f"# {args.shape}, {sizes}, {size:.1f} GB of random weights; milliseconds", flush=True)
     print(HEADER, flush=True)
     records: list[dict] = []

@@ -20,10 +20,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks._models import TARGETS, random_params
+from benchmarks._models import DRAFTER_KINDS, TARGETS, models, random_params
 from benchmarks._rounds import Rounds, compile_part
-from benchmarks.decode_step import METHODS, shortened
-from ddtree_jax.config import DecodeConfig
+from benchmarks._variants import decode_config
+from ddtree_jax.config import METHODS
 from ddtree_jax.decode.loop import DecodeLoop
 from ddtree_jax.decode.plan import make_proposer
 from ddtree_jax.models import layers
@@ -82,7 +82,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shape", choices=TARGETS, default="qwen3-8b")
     parser.add_argument("--context", type=int, default=1024, help="committed tokens")
     parser.add_argument("--method", choices=METHODS, default="ddtree")
-    parser.add_argument("--nodes", type=int, default=64, help="width of ddtree, root included")
+    parser.add_argument("--drafter", choices=DRAFTER_KINDS, default="dflash")
+    parser.add_argument("--nodes", type=int, default=64, help="width of a tree, root included")
     parser.add_argument("--part", default="round", help="round, draft, build, verify or accept+commit")
     parser.add_argument("--layers", type=int, help="cut the target to so many layers")
     parser.add_argument("--matmul", choices=("xla", "mosaic_gpu", "auto"), default="xla")
@@ -90,9 +91,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--hlo", help="write the optimised program to this file")
     args = parser.parse_args(arguments)
     layers.MATMUL = None if args.matmul == "auto" else args.matmul
-    target, drafter = shortened(args.shape, args.layers)
-    decoder = Decoder(target)
-    proposer = make_proposer(DecodeConfig(method=args.method, num_nodes=args.nodes), decoder, drafter)
+    try:
+        target, drafter = models(args.shape, args.drafter, args.layers)
+        decoder = Decoder(target)
+        proposer = make_proposer(decode_config(args.method, args.nodes, drafter), decoder, drafter)
+    except ValueError as error:
+        parser.error(str(error))
     rounds = Rounds(DecodeLoop(decoder, proposer, sample=False, chunk=1), args.context)
     found = {part.name: part for part in rounds.parts()}
     if args.part not in found:

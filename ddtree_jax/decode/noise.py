@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ddtree_jax.decode.loop import DecodeLoop
+from ddtree_jax.decode.proposers.step import StepCache
 from ddtree_jax.decode.state import DecodeState
 
 
@@ -30,9 +31,13 @@ def noisy_state(loop: DecodeLoop, batch: int, cache_rows: int, output_rows: int)
 
 
 def at_context(state: DecodeState, context: int) -> DecodeState:
-    """The state after `context` tokens of text, of a proposer whose cache is a `KVCache` or None."""
+    """The state after `context` tokens of text."""
 
-    def set_length(cache):  # each with a buffer of its own, so that all can be donated
-        return None if cache is None else cache.replace(length=jnp.full_like(cache.length, context))
+    def set_length(cache, length=context):  # each with a buffer of its own, so that all can be donated
+        if cache is None:
+            return None
+        if isinstance(cache, StepCache):  # the last token's row is open
+            cache = cache.replace(rows=set_length(cache.rows, max(context - 1, 0)))
+        return cache.replace(length=jnp.full_like(cache.length, length))
 
     return state.replace(target_cache=set_length(state.target_cache), drafter_cache=set_length(state.drafter_cache))
