@@ -6,8 +6,8 @@
 
 Products by the streaming kernel read weights while the kernel before them ends, so a product by itself
 (`streaming_matmul`) does not tell what it costs in a layer: sizes are chosen here. Times are microseconds of a layer in
-a loop on the device; its weights do not fit in the level-2 cache. The sweep tries every candidate in place of one
-product, XLA's among them, and prints the best as lines of `config.MEASURED`.
+a loop on the device; its weights do not fit in the level-2 cache. The sweep tries other sizes of one product at a time
+and prints the best as lines of `config.MEASURED`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import jax.numpy as jnp
 
 from benchmarks import _timing
 from benchmarks._models import TARGETS, normal
-from benchmarks.streaming_matmul import variety
 from ddtree_jax.config import TargetConfig
 from ddtree_jax.models.layers import total
 from pallas_kernels.fused_norm import Heads, add_rms_norm, qk_norm_rope
@@ -31,6 +30,7 @@ from pallas_kernels.streaming_matmul import api, config, partial_sums
 from pallas_kernels.streaming_matmul.config import Config, Shape
 
 Sizes = dict[str, Config | None]  # of each product; None: XLA
+_UNROLLED = 6  # layers a turn of the loop, so that the host launches turns faster than the GPU takes them
 
 
 def shapes(target: TargetConfig, mixer: str, rows: int) -> dict[str, Shape]:
@@ -94,12 +94,12 @@ def compile_chain(target: TargetConfig, rows: int, sizes: Sizes, weights, turns:
     carry = (jnp.ones((1, rows, target.hidden_size), jnp.bfloat16),) * 2
     step = functools.partial(layer, target, rows, sizes)
     try:
-        return _timing.compile_loop(step, carry, [(weights,)], turns)
+        return _timing.compile_loop(step, carry, [(weights,)] * _UNROLLED, turns)
     except Exception as failure:  # one configuration that does not compile must not end the table
         return failure
 
 
-def measure(target, rows: int, weights, variants: list[Sizes], turns: int = 100) -> list[float]:
+def measure(target, rows: int, weights, variants: list[Sizes], turns: int = 20) -> list[float]:
     """Microseconds of a layer with each of the sizes; infinite where they fail, with a line that says why."""
     compile_one = functools.partial(compile_chain, target, rows, weights=weights, turns=turns)
     tuned = [i for i, sizes in enumerate(variants) if None in sizes.values()]
@@ -115,7 +115,7 @@ def measure(target, rows: int, weights, variants: list[Sizes], turns: int = 100)
             try:
                 if isinstance(runs[i], Exception):
                     raise runs[i]
-                times.append(_timing.time_loop_us(runs[i], carry, [(weights,)], turns))
+                times.append(_timing.time_loop_us(runs[i], carry, [(weights,)] * _UNROLLED, turns))
             except Exception as failure:
                 message = str(failure).strip().splitlines() or [""]
                 print(f"# failed: {variants[i]}: {type(failure).__name__}: {message[0][:200]}", flush=True)
@@ -132,10 +132,23 @@ def entry(shape: Shape, chosen: Config | None) -> str:
     return f"    ({shape.features}, {shape.inputs}, {shape.panels}, {shape.rows}): {value},"
 
 
+def variety(shape: Shape, limit: int) -> list[Config]:
+    """The best cuts by the model, each for clusters of two and four and, the first two, with a stagger."""
+    cuts: dict[tuple[int, int], list[Config]] = {}
+    for candidate in config.candidates(shape):
+        if candidate.cluster > 1:
+            cuts.setdefault((candidate.tile, candidate.splits), []).append(candidate)
+    kept = []
+    for i, same in enumerate(list(cuts.values())[:limit]):
+        firsts = {c.cluster: c for c in reversed(same)}  # the best of each cluster
+        kept += firsts.values()
+        kept += [dataclasses.replace(same[0], stagger=5)] if i < 2 else []
+    return kept
+
+
 def sweep(target, rows: int, weights, products: dict[str, Shape], base: Sizes, limit: int) -> Sizes:
     """The sizes with which each product alone is best, the others as in `base`; every figure is printed."""
-    options = {name: [base[name], None, *variety(shape, limit)] for name, shape in products.items()}
-    options = {name: list(dict.fromkeys(found)) for name, found in options.items()}
+    options = {name: list(dict.fromkeys([base[name], *variety(shape, limit)])) for name, shape in products.items()}
     flat = [(name, option) for name, found in options.items() for option in found]
     times = measure(target, rows, weights, [base | {name: option} for name, option in flat])
     best = dict(base)
@@ -152,7 +165,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shape", choices=TARGETS, default="qwen3-8b")
     parser.add_argument("--mixer", choices=("attention", "delta"), default="attention")
     parser.add_argument("--rows", default="1,16,64,128,256")
-    parser.add_argument("--sweep", type=int, nargs="?", const=8, default=0, help="candidates a product (default 8)")
+    parser.add_argument("--sweep", type=int, nargs="?", const=5, default=0, help="cuts a product (default 5)")
+    parser.add_argument("--products", help="sweep only these, by comma")
+    parser.add_argument("--variants", default="xla,ours,in use", help="what to time beside the sweep")
     args = parser.parse_args(arguments)
     target = TARGETS[args.shape]
     weights = make_weights(target, args.mixer)
@@ -164,9 +179,11 @@ def main(arguments: list[str] | None = None) -> None:
         xla: Sizes = dict.fromkeys(products)
         floor = sum(_timing.floor_us(s.weight_bytes, s.flop) for s in products.values())
         variants = {"xla": xla, "ours": ours, "in use": used}
+        variants = {name: sizes for name, sizes in variants.items() if name in args.variants.split(",")}
         if args.sweep:
-            best = sweep(target, rows, weights, products, ours, args.sweep)
-            lines += [entry(products[name], best[name]) for name in products]
+            swept = {n: s for n, s in products.items() if not args.products or n in args.products.split(",")}
+            best = sweep(target, rows, weights, swept, ours, args.sweep)
+            lines += [entry(shape, best[name]) for name, shape in swept.items()]
             variants["best"] = best
         for name, us in zip(variants, measure(target, rows, weights, list(variants.values()))):
             print(f"{args.shape} {rows:4d} rows {name:<7} {us:8.1f} us a layer, floor {floor:.1f}, x{us / floor:.2f}")

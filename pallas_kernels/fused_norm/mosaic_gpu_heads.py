@@ -62,7 +62,10 @@ def qk_norm_rope(
     splits, slots = parts.shape[:2]
     padded = nodes if nodes <= 8 else -(-nodes // 8) * 8  # TMA copies tiles of 8 rows
     if padded != nodes:
-        cos, sin = (jnp.pad(table, ((0, 0), (0, padded - nodes), (0, 0))) for table in (cos, sin))
+        spare = padded - nodes
+        cos, sin = (jnp.pad(table, ((0, 0), (0, spare), (0, 0))) for table in (cos, sin))
+        if parts.shape[2] < padded:
+            parts = jnp.pad(parts, ((0, 0), (0, 0), (0, spare), (0, 0)))
     head_dim, half = heads.head_dim, cos.shape[-1]
     operands = dict(parts=parts, cos=cos, sin=sin)
     if heads.eps is not None:

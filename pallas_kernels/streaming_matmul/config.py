@@ -58,7 +58,7 @@ class Config:
     Attributes:
       tile: output columns of a thread block, a multiple of 16 up to 256 (of each panel, if there are two).
       splits: thread blocks that share the inner dimension of a tile.
-      cluster: thread blocks, 1 or 2, that share each block of x by multicast.
+      cluster: thread blocks, 1, 2 or 4, that share each block of x by multicast.
       consumers: computing warpgroups; they share the row tiles of x evenly.
       block: inner columns of one step of the ring, a multiple of 64.
       stages: steps in flight.
@@ -79,6 +79,11 @@ class Config:
     def row_tiles(self, shape: Shape) -> int:
         """Tiles of 64 rows that each consumer holds."""
         return -(-_row_tiles(shape) // self.consumers)
+
+    def copied_rows(self, shape: Shape) -> int:
+        """Rows of x that are brought into the ring: whole tiles of 8, as many for each thread block of a cluster."""
+        step = 8 * self.cluster
+        return min(-(-shape.rows // step) * step, ROWS * self.consumers * self.row_tiles(shape))
 
     def tiles(self, shape: Shape) -> int:
         return -(-shape.features // self.tile)
@@ -103,7 +108,7 @@ class Config:
         require("tile", "a multiple of 16, 16..256", self.tile % 16 == 0 and 16 <= self.tile <= 256)
         require("block", "a multiple of 64 that divides E", self.block % 64 == 0 and shape.inputs % self.block == 0)
         require("splits", "1..E / block", 1 <= self.splits <= max(1, shape.inputs // self.block))
-        require("cluster", "1 or 2", self.cluster in (1, 2))
+        require("cluster", "1, 2 or 4", self.cluster in (1, 2, 4))
         require("consumers", "1..4, not more than tiles of 64 rows", 1 <= self.consumers <= _row_tiles(shape))
         require("stages", "2 or more", self.stages >= 2)
         require("limit", "cluster or more", self.limit >= self.cluster)
@@ -156,7 +161,7 @@ def candidates(shape: Shape) -> list[Config]:
     found = []
     tiles = [t for t in range(32, 257, 16) if t * shape.panels <= 256]
     rows = _row_tiles(shape)
-    for tile, splits, cluster, block in itertools.product(tiles, (1, 2, 3, 4, 6, 8), (1, 2), (64, 128)):
+    for tile, splits, cluster, block in itertools.product(tiles, (1, 2, 3, 4, 6, 8), (1, 2, 4), (64, 128)):
         for consumers in {min(rows, 2), min(rows, 3), rows}:
             config = Config(tile=tile, splits=splits, cluster=cluster, consumers=consumers, block=block, stages=1)
             accumulators = config.row_tiles(shape) * shape.panels * tile // 2  # registers of each thread
@@ -185,11 +190,11 @@ def estimate_us(shape: Shape, config: Config) -> float:
     most = -(-items // workers)  # items of the busiest worker
     inner = -(-config.blocks(shape) // config.splits) * config.block
     padded = ROWS * config.consumers * config.row_tiles(shape)
-    weight_item, x_item = shape.panels * config.tile * inner * size, min(shape.rows, padded) * inner * size
+    weight_item, x_item = shape.panels * config.tile * inner * size, shape.rows * inner * size
     running = workers * config.cluster
     memory = shape.weight_bytes / 4.3e6 * max(1.0, 100 / running)
     level2 = (shape.weight_bytes + tiles * config.splits * x_item / config.cluster) / 6.0e6
-    port = most * (weight_item + padded * inner * size) / 80e3
+    port = most * (weight_item + config.copied_rows(shape) * inner * size) / 80e3
     balance = most * weight_item * running / 4.3e6  # if every multiprocessor gets an even share of the memory
     arithmetic = most * running * 2 * padded * shape.panels * config.tile * inner / 750e6
     # A deep ring hides latency; short steps cost barriers.

@@ -1,19 +1,19 @@
 """Few rows times a weight matrix on Hopper: a Pallas Mosaic GPU kernel that streams every weight once.
 
 A product of 1 to 256 rows is bound by reading the weights, so the kernel is built around that stream. Each thread
-block (or cluster of two, see below) takes `tile` output columns, that is `tile` rows of the weights as they lie in
+block (or cluster of some, see below) takes `tile` output columns, that is `tile` rows of the weights as they lie in
 memory, and all rows of x. One warpgroup brings blocks of weights and of x into a deep ring in shared memory (TMA); the
-others hold the accumulators, 64 rows of x each, and multiply: x is the 64-row side of wgmma, padded with zeros where
-there are fewer rows, and the weights are the side whose width is free in steps of 8. That freedom is the point: a tile
+others hold the accumulators, 64 rows of x each, and multiply: x is the 64-row side of wgmma, whatever
+lies there past the last one, and the weights are the side whose width is free in steps of 8. That freedom is the point: a tile
 of 96 gate and 96 up rows, say, cuts Qwen3-8B's 24576 rows into exactly 128 thread blocks for 132 multiprocessors,
-where tiles of 64 or 128 leave a half-empty last wave. The price, multiplying zeros, is free below about 180 rows.
+where tiles of 64 or 128 leave a half-empty last wave. The price, multiplying rows that nobody needs, is free below about 180 rows.
 
 Where columns alone make too few thread blocks, or so narrow ones that x is read more often than the weights, the inner
 dimension is cut too (`splits`). Splits write float32 partial sums, which XLA adds in a fixed order,
 fused with whatever comes next (residual, norm): no atomics, and the same bits every time.
 
-With `cluster` = 2 two thread blocks with neighbouring columns share each block of x by multicast, which halves the
-traffic of x through the level-2 cache.
+With `cluster` = 2 or 4, so many thread blocks with neighbouring columns share each block of x by multicast, which
+divides the traffic of x through the level-2 cache.
 
 For gate and up projections each thread block holds both halves of its columns, and silu(gate) * up is computed on the
 accumulators.
@@ -167,7 +167,6 @@ def _produce(shape, config, early_weights, interpreted, span, x_g, w_g, scratch)
     """Streams all items' blocks of weights and x through the ring."""
     stages = config.stages
     full, free = scratch["full"], scratch["free"]
-    x_rows = scratch["x_s"].shape[1]
     last_tile = config.tiles(shape) - 1
 
     def copy_weights(n, k, step):
@@ -178,10 +177,12 @@ def _produce(shape, config, early_weights, interpreted, span, x_g, w_g, scratch)
             plgpu.copy_gmem_to_smem(source, scratch["w_s"].at[place, panel], full.at[place])
 
     def copy_x(n, k, step):
+        # Only rows that there are: what a row of the ring holds past them ends in rows of the result past them.
+        rows = pl.ds(0, config.copied_rows(shape))
+        source = x_g.at[rows, pl.ds(span.column(n, k), config.block)]
         place = lax.rem(step, stages)
-        source = x_g.at[pl.ds(0, x_rows), pl.ds(span.column(n, k), config.block)]
         shared = dict(collective_axes="peer") if config.cluster > 1 else {}
-        plgpu.copy_gmem_to_smem(source, scratch["x_s"].at[place], full.at[place], **shared)
+        plgpu.copy_gmem_to_smem(source, scratch["x_s"].at[place, rows], full.at[place], **shared)
 
     # The ring starts out free. The weights were there before this launch, x is what the kernel before computes: with
     # `early_weights` the ring fills with weights while that kernel ends (programmatic dependent launch).
