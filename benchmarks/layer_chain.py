@@ -133,11 +133,10 @@ def entry(shape: Shape, chosen: Config | None) -> str:
 
 
 def variety(shape: Shape, limit: int) -> list[Config]:
-    """The best cuts by the model, each for clusters of two and four and, the first two, with a stagger."""
+    """The best cuts by the model, each by itself and for clusters of two, the first two also with a stagger."""
     cuts: dict[tuple[int, int], list[Config]] = {}
     for candidate in config.candidates(shape):
-        if candidate.cluster > 1:
-            cuts.setdefault((candidate.tile, candidate.splits), []).append(candidate)
+        cuts.setdefault((candidate.tile, candidate.splits), []).append(candidate)
     kept = []
     for i, same in enumerate(list(cuts.values())[:limit]):
         firsts = {c.cluster: c for c in reversed(same)}  # the best of each cluster

@@ -11,8 +11,15 @@ import jax.numpy as jnp
 
 from ddtree_jax.config import TargetConfig
 from ddtree_jax.models.layers import Linear, RMSNorm, split_heads
-from ddtree_jax.models.recurrent import RecurrentRows, RecurrentState, RecurrentWeights, gates, short_conv, unit
-from ddtree_jax.tree import gather_path
+from ddtree_jax.models.recurrent import (
+    RecurrentRows,
+    RecurrentState,
+    RecurrentWeights,
+    conv_taps,
+    gates,
+    short_conv,
+    unit,
+)
 from pallas_kernels.gated_delta_tree import gated_delta_tree
 from pallas_kernels.streaming_matmul import PartialSums
 
@@ -57,8 +64,7 @@ class GatedDeltaNet(nn.Module):
           ([B, N, E], what a commit needs).
         """
         inputs, z = self.project(x)
-        line = jnp.concatenate([memory.window[layer], inputs[..., : self.config.delta.conv_channels]], axis=1)
-        taps = [gather_path(line, conv_rows[..., t]) for t in range(self.config.delta.conv_kernel)]
+        taps = conv_taps(memory.window[layer], inputs[..., : self.config.delta.conv_channels], conv_rows)
         out = self.recur(*self.operands(inputs, taps), memory.states, ancestors, layer)
         return self.finish(out, z), RecurrentRows(inputs, self.commit_weights())
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ddtree_jax.config import DeltaConfig
+from ddtree_jax.tree import gather_path
 from pallas_kernels.gated_delta_tree import gated_delta_fold, gated_delta_replay
 
 _L2_EPS = 1e-6
@@ -106,6 +107,27 @@ def conv_rows(ancestors: jax.Array, kernel: int) -> jax.Array:
         row = jnp.take_along_axis(above, row, axis=1, mode="clip")
         rows.append(row)
     return jnp.stack(rows[::-1], axis=-1)
+
+
+def conv_taps(window: jax.Array, inputs: jax.Array, rows: jax.Array) -> list[jax.Array]:
+    """The inputs that each token's convolution reads.
+
+    Args:
+      window: [B, W - 1, C] of the committed text.
+      inputs: [B, N, C] of the pass.
+      rows: [B, N, W], see `conv_rows`.
+
+    Returns:
+      W arrays [B, N, C], oldest first.
+    """
+    committed = window.shape[1]
+
+    def tap(row):  # two gathers and a choice, which fuse with what follows; a concatenation would be written out
+        of_pass = gather_path(inputs, jnp.maximum(row - committed, 0))
+        of_text = gather_path(window, jnp.minimum(row, committed - 1))
+        return jnp.where((row < committed)[:, :, None], of_text, of_pass)
+
+    return [*(tap(rows[..., t]) for t in range(committed)), inputs]
 
 
 def short_conv(taps: Sequence[jax.Array], weight: jax.Array) -> jax.Array:

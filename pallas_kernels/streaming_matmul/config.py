@@ -58,7 +58,7 @@ class Config:
     Attributes:
       tile: output columns of a thread block, a multiple of 16 up to 256 (of each panel, if there are two).
       splits: thread blocks that share the inner dimension of a tile.
-      cluster: thread blocks, 1, 2 or 4, that share each block of x by multicast.
+      cluster: thread blocks, 1 or 2, that share each block of x by multicast. (An H200 does not run 33 clusters of 4.)
       consumers: computing warpgroups; they share the row tiles of x evenly.
       block: inner columns of one step of the ring, a multiple of 64.
       stages: steps in flight.
@@ -108,7 +108,7 @@ class Config:
         require("tile", "a multiple of 16, 16..256", self.tile % 16 == 0 and 16 <= self.tile <= 256)
         require("block", "a multiple of 64 that divides E", self.block % 64 == 0 and shape.inputs % self.block == 0)
         require("splits", "1..E / block", 1 <= self.splits <= max(1, shape.inputs // self.block))
-        require("cluster", "1, 2 or 4", self.cluster in (1, 2, 4))
+        require("cluster", "1 or 2", self.cluster in (1, 2))
         require("consumers", "1..4, not more than tiles of 64 rows", 1 <= self.consumers <= _row_tiles(shape))
         require("stages", "2 or more", self.stages >= 2)
         require("limit", "cluster or more", self.limit >= self.cluster)
@@ -161,7 +161,7 @@ def candidates(shape: Shape) -> list[Config]:
     found = []
     tiles = [t for t in range(32, 257, 16) if t * shape.panels <= 256]
     rows = _row_tiles(shape)
-    for tile, splits, cluster, block in itertools.product(tiles, (1, 2, 3, 4, 6, 8), (1, 2, 4), (64, 128)):
+    for tile, splits, cluster, block in itertools.product(tiles, (1, 2, 3, 4, 6, 8), (1, 2), (64, 128)):
         for consumers in {min(rows, 2), min(rows, 3), rows}:
             config = Config(tile=tile, splits=splits, cluster=cluster, consumers=consumers, block=block, stages=1)
             accumulators = config.row_tiles(shape) * shape.panels * tile // 2  # registers of each thread
@@ -206,19 +206,34 @@ def estimate_us(shape: Shape, config: Config) -> float:
     return 2.5 + shallow * max(memory, level2, port, 0.95 * balance, arithmetic) + partial
 
 
-# Best of `python -m benchmarks.streaming_matmul --sweep` on an H200, None where XLA was faster.
-# Keys: (features, inputs, panels, rows), where a number of rows stands for itself and those down to the next key.
+# Best of `python -m benchmarks.layer_chain --sweep` on an H200 (heads: of `benchmarks.streaming_matmul`), None where
+# XLA was faster. Keys: (features, inputs, panels, rows), where a number of rows stands for itself and those down to the
+# next key.
 MEASURED: dict[tuple[int, int, int, int], Config | None] = {
-    (6144, 4096, 1, 64): Config(tile=64, splits=1, cluster=2, consumers=1, block=128, stages=6),
+    # Qwen3-8B, and its DFlash drafter
+    (6144, 4096, 1, 1): Config(tile=48, splits=1, cluster=1, consumers=1, block=128, stages=7),
+    (6144, 4096, 1, 16): Config(tile=48, splits=1, cluster=2, consumers=1, block=128, stages=7),
+    (6144, 4096, 1, 64): Config(tile=48, splits=1, cluster=2, consumers=1, block=128, stages=7),
     (6144, 4096, 1, 128): Config(tile=128, splits=2, cluster=2, consumers=2, block=64, stages=6),
-    (4096, 4096, 1, 64): Config(tile=80, splits=2, cluster=2, consumers=1, block=128, stages=5),
-    (4096, 4096, 1, 128): Config(tile=64, splits=2, cluster=2, consumers=2, block=128, stages=4),
-    (12288, 4096, 2, 64): Config(tile=96, splits=1, cluster=1, consumers=1, block=128, stages=3),
-    (12288, 4096, 2, 128): Config(tile=96, splits=1, cluster=1, consumers=2, block=64, stages=5),
-    (4096, 12288, 1, 64): Config(tile=96, splits=3, cluster=2, consumers=1, block=128, stages=5),
-    (4096, 12288, 1, 128): None,
+    (4096, 4096, 1, 1): Config(tile=32, splits=1, cluster=1, consumers=1, block=128, stages=9),
+    (4096, 4096, 1, 16): Config(tile=64, splits=2, cluster=2, consumers=1, block=128, stages=6),
+    (4096, 4096, 1, 64): Config(tile=96, splits=3, cluster=2, consumers=1, block=128, stages=5),
+    (4096, 4096, 1, 128): Config(tile=112, splits=3, cluster=2, consumers=2, block=64, stages=5),
+    (12288, 4096, 2, 1): Config(tile=48, splits=1, cluster=2, consumers=1, block=128, stages=5, stagger=5),
+    (12288, 4096, 2, 16): Config(tile=32, splits=1, cluster=2, consumers=1, block=128, stages=6, stagger=5),
+    (12288, 4096, 2, 64): Config(tile=96, splits=1, cluster=1, consumers=1, block=128, stages=3, stagger=5),
+    (12288, 4096, 2, 128): Config(tile=112, splits=1, cluster=2, consumers=2, block=64, stages=4),
+    (4096, 12288, 1, 1): Config(tile=64, splits=2, cluster=2, consumers=1, block=128, stages=6),
+    (4096, 12288, 1, 16): Config(tile=64, splits=2, cluster=2, consumers=1, block=128, stages=6),
+    (4096, 12288, 1, 64): Config(tile=64, splits=2, cluster=2, consumers=1, block=128, stages=6),
+    (4096, 12288, 1, 128): Config(tile=144, splits=4, cluster=2, consumers=2, block=64, stages=5),
     (151936, 4096, 1, 64): Config(tile=192, splits=1, cluster=1, consumers=1, block=128, stages=3),
     (151936, 4096, 1, 128): None,
+    # Qwen3.6-27B
+    (16480, 5120, 1, 64): Config(tile=176, splits=1, cluster=2, consumers=1, block=128, stages=3),
+    (5120, 6144, 1, 64): Config(tile=80, splits=2, cluster=2, consumers=1, block=128, stages=5),
+    (17408, 5120, 2, 64): Config(tile=48, splits=1, cluster=2, consumers=1, block=128, stages=5, stagger=5),
+    (5120, 17408, 1, 64): Config(tile=80, splits=2, cluster=2, consumers=1, block=128, stages=5),
 }
 _MEASURED_ROWS = (1, 16, 64, 128, 256)
 

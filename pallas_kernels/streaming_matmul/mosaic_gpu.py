@@ -1,19 +1,20 @@
 """Few rows times a weight matrix on Hopper: a Pallas Mosaic GPU kernel that streams every weight once.
 
 A product of 1 to 256 rows is bound by reading the weights, so the kernel is built around that stream. Each thread
-block (or cluster of some, see below) takes `tile` output columns, that is `tile` rows of the weights as they lie in
-memory, and all rows of x. One warpgroup brings blocks of weights and of x into a deep ring in shared memory (TMA); the
-others hold the accumulators, 64 rows of x each, and multiply: x is the 64-row side of wgmma, whatever
-lies there past the last one, and the weights are the side whose width is free in steps of 8. That freedom is the point: a tile
-of 96 gate and 96 up rows, say, cuts Qwen3-8B's 24576 rows into exactly 128 thread blocks for 132 multiprocessors,
-where tiles of 64 or 128 leave a half-empty last wave. The price, multiplying rows that nobody needs, is free below about 180 rows.
+block (or cluster of two, see below) takes `tile` output columns, that is `tile` rows of the weights as they lie in
+memory, and all rows of x. One warpgroup brings blocks of weights and of x into a deep ring in shared memory (TMA);
+the others hold the accumulators, 64 rows of x each, and multiply: x is the 64-row side of wgmma, whatever lies past
+its last row, and the weights are the side whose width is free in steps of 8. That freedom is the point: a tile of 96
+gate and 96 up rows, say, cuts Qwen3-8B's 24576 rows into exactly 128 thread blocks for 132 multiprocessors, where
+tiles of 64 or 128 leave a half-empty last wave. The price, multiplying rows that nobody needs, is free below about
+180 rows.
 
 Where columns alone make too few thread blocks, or so narrow ones that x is read more often than the weights, the inner
 dimension is cut too (`splits`). Splits write float32 partial sums, which XLA adds in a fixed order,
 fused with whatever comes next (residual, norm): no atomics, and the same bits every time.
 
-With `cluster` = 2 or 4, so many thread blocks with neighbouring columns share each block of x by multicast, which
-divides the traffic of x through the level-2 cache.
+With `cluster` = 2 two thread blocks with neighbouring columns share each block of x by multicast, which halves the
+traffic of x through the level-2 cache.
 
 For gate and up projections each thread block holds both halves of its columns, and silu(gate) * up is computed on the
 accumulators.

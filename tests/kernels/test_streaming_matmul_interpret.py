@@ -36,7 +36,6 @@ class TestInterpreted(StreamingMatmulSuite):
         # Clusters: the last one has a tile past the end; with splits and several items a worker.
         Case(rows=16, features=192, inputs=256, config=config(cluster=2, stages=2)),
         Case(rows=70, features=320, inputs=256, config=config(cluster=2, consumers=2, splits=2, limit=4, stages=2)),
-        Case(rows=33, features=320, inputs=256, config=config(cluster=4, stages=2)),
     )
 
     def multiply(self, case, x, weight):
