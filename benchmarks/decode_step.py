@@ -3,7 +3,7 @@
   python -m benchmarks.decode_step --shape qwen3-8b
   python -m benchmarks.decode_step --shape qwen3-8b --contexts 1024 --nodes 64,128 --methods autoregressive,ddtree
   python -m benchmarks.decode_step --shape qwen3-8b --layers 4 --contexts 1024 --nodes 64        a quick look
-  python -m benchmarks.decode_step --shape qwen3-8b --matmul auto                 with the streaming matmul kernel
+  python -m benchmarks.decode_step --shape qwen3-8b --matmul xla                  without the streaming matmul kernel
   python -m benchmarks.decode_step --shape qwen3-8b --drafter eagle3 --nodes 64   its chain, static and dynamic tree
   python -m benchmarks.decode_step --shape qwen3-8b --methods autoregressive,lookup,lookup_tree,static_tree --nodes 64
 
@@ -59,16 +59,16 @@ def run_context(args, target, drafter, params: Any, context: int, records: list[
         proposer = make_proposer(decode_config(method, nodes, drafter), decoder, drafter)
         loop = DecodeLoop(decoder, proposer, sample=False, chunk=1)
         parts = Rounds(loop, context).parts()
-        jobs += [(method, nodes, part) for part in (parts[:1] if args.round_only else parts)]
+        jobs += [(method, nodes, part, loop) for part in (parts[:1] if args.round_only else parts)]
     began = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        runs = list(pool.map(lambda job: compile_part(job[2], params), jobs))
+        runs = list(pool.map(lambda job: compile_part(job[2], params, job[3]), jobs))
     print(f"# context {context}: {len(jobs)} loops compiled in {time.perf_counter() - began:.0f} s", flush=True)
     base = None
     for method, nodes in variants(args.methods, args.nodes, drafter):
         times = {}
         with _timing.alone():
-            for (m, n, part), run in zip(jobs, runs):
+            for (m, n, part, _), run in zip(jobs, runs):
                 if (m, n) == (method, nodes):
                     times[part.name] = time_part(part, run, params, seconds=args.seconds)
         record = summary(args, target, drafter, method, nodes, context, times, base)
@@ -141,7 +141,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--layers", type=int, help="cut the target to so many layers")
     parser.add_argument(
-        "--matmul", choices=("xla", "mosaic_gpu", "auto"), default="xla", help="for products of few rows"
+        "--matmul", choices=("xla", "mosaic_gpu", "auto"), default="auto", help="for products of few rows"
     )
     parser.add_argument("--round-only", action="store_true", help="leave out the parts: a third of the compile time")
     parser.add_argument("--seconds", type=float, default=0.15, help="about how long one timed loop runs")

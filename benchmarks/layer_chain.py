@@ -77,8 +77,8 @@ def layer(target: TargetConfig, rows: int, sizes: Sizes, carry, weights) -> tupl
         mixed = jax.lax.optimization_barrier(qk_norm_rope(product("qkv", normed), *norms, table, table, heads))
         update = product("o", mixed[0].reshape(1, rows, -1))
     else:
-        inner = target.delta.value_size
-        update = product("out", total(product("in", normed))[..., -inner:])
+        gates = total(product("in", normed))[..., -target.delta.value_size :]
+        update = product("out", jax.nn.silu(gates))
     stream, normed = add_rms_norm(stream, update, weights["norm"], eps=eps, zero_centred=zero_centred)
     if sizes["gate_up"] is None:
         gate, up = jnp.split(jnp.einsum("bme,oe->bmo", normed, weights["gate_up"]), 2, axis=-1)

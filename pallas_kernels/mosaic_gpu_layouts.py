@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 ROWS = 64  # of one Hopper wgmma
@@ -32,3 +33,22 @@ def down(row: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def load(ref, layout) -> jax.Array:
     return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def add_product(acc: jax.Array, p: jax.Array, v, *, p_s=None) -> jax.Array:
+    """acc [64, D] float32 + p [64, keys] in registers @ v [keys, D] in shared memory.
+
+    Args:
+      p_s: shared memory for p, for the interpreter, which knows neither operands in registers nor preset accumulators.
+    """
+    if p_s is not None:
+        p_s = p_s.at[:, pl.ds(0, p.shape[1])]
+        p_s[...] = p
+        plgpu.commit_smem()
+
+        def product(ref):
+            plgpu.wgmma(ref, p_s, v)
+            return ref[...]
+
+        return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, p, v))(plgpu.ACC.init(acc))

@@ -70,6 +70,16 @@ class DeltaConfig:
     conv_kernel: int = 4
 
     @property
+    def heads(self) -> tuple[int, int]:
+        """Of keys and of values."""
+        return self.num_key_heads, self.num_value_heads
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Of a key head and of a value head."""
+        return self.key_head_dim, self.value_head_dim
+
+    @property
     def key_size(self) -> int:
         """Channels of all keys; those of all queries are as many."""
         return self.num_key_heads * self.key_head_dim

@@ -3,24 +3,14 @@
 Shape letters: as in `ddtree_jax.models.recurrent`; E hidden size.
 """
 
-from collections.abc import Sequence
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from ddtree_jax.config import TargetConfig
 from ddtree_jax.models.layers import Linear, RMSNorm, split_heads
-from ddtree_jax.models.recurrent import (
-    RecurrentRows,
-    RecurrentState,
-    RecurrentWeights,
-    conv_taps,
-    gates,
-    short_conv,
-    unit,
-)
-from pallas_kernels.gated_delta_tree import gated_delta_tree
+from ddtree_jax.models.recurrent import RecurrentRows, RecurrentState, RecurrentWeights, gates
+from pallas_kernels.gated_delta_tree import gated_delta_tree, tree_conv
 from pallas_kernels.streaming_matmul import PartialSums
 
 
@@ -63,37 +53,27 @@ class GatedDeltaNet(nn.Module):
         Returns:
           ([B, N, E], what a commit needs).
         """
-        inputs, z = self.project(x)
-        taps = conv_taps(memory.window[layer], inputs[..., : self.config.delta.conv_channels], conv_rows)
-        out = self.recur(*self.operands(inputs, taps), memory.states, ancestors, layer)
+        projected = self.in_proj(x)
+        inputs, z = self.split(projected)
+        d = self.config.delta
+        q, k, v = tree_conv(
+            projected, memory.window, conv_rows, self.conv1d[:, 0], heads=d.heads, dims=d.dims, layer=layer
+        )
+        out = self.recur(q, k, v, *self.gates(inputs), memory.states, ancestors, layer)
         return self.finish(out, z), RecurrentRows(inputs, self.commit_weights())
 
-    def project(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[B, N, E] -> (inputs of the convolution and the gates [B, N, C + 2 Hv], output gates [B, N, Hv Dv])."""
+    def split(self, projected: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[B, N, rows of `in_proj`] -> (what a commit needs [B, N, C + 2 Hv], output gates [B, N, Hv Dv])."""
         d = self.config.delta
-        return jnp.split(self.in_proj(x), (d.conv_channels + 2 * d.num_value_heads,), axis=-1)
+        return jnp.split(projected, (d.conv_channels + 2 * d.num_value_heads,), axis=-1)
 
-    def operands(self, inputs: jax.Array, taps: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """What the recurrence takes of each token.
-
-        Args:
-          inputs: [B, N, C + 2 Hv], see `project`.
-          taps: W arrays [B, N, C], the inputs that each token's convolution reads, oldest first.
-
-        Returns:
-          (q, k [B, N, Hk, Dk] float32, v [B, N, Hv, Dv], log_decay, beta [B, N, Hv] float32).
-        """
-        d = self.config.delta
-        mixed = short_conv(taps, self.conv1d[:, 0][None, None])
-        q, k, v = jnp.split(mixed, (d.key_size, 2 * d.key_size), axis=-1)
-        log_decay, beta = gates(
-            inputs[..., d.conv_channels :], self.decay_rate_log[None, None], self.decay_bias[None, None]
-        )
-        q = unit(split_heads(q, d.num_key_heads)) * d.key_head_dim**-0.5
-        return q, unit(split_heads(k, d.num_key_heads)), split_heads(v, d.num_value_heads), log_decay, beta
+    def gates(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """[B, N, C + 2 Hv] -> log_decay, beta [B, N, Hv] float32."""
+        channels = self.config.delta.conv_channels
+        return gates(inputs[..., channels:], self.decay_rate_log[None, None], self.decay_bias[None, None])
 
     def recur(self, q, k, v, log_decay, beta, states: jax.Array, ancestors: jax.Array, layer: int) -> jax.Array:
-        """`gated_delta_tree` of `operands`, with queries and keys in the dtype that it takes: [B, N, Hv, Dv]."""
+        """`gated_delta_tree` with queries and keys in the dtype that it takes: [B, N, Hv, Dv]."""
         dtype = v.dtype if v.dtype == jnp.bfloat16 else jnp.float32
         return gated_delta_tree(q.astype(dtype), k.astype(dtype), v, log_decay, beta, states, ancestors, layer=layer)
 

@@ -16,10 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ddtree_jax.config import DeltaConfig
-from ddtree_jax.tree import gather_path
-from pallas_kernels.gated_delta_tree import gated_delta_fold, gated_delta_replay
-
-_L2_EPS = 1e-6
+from pallas_kernels.gated_delta_tree import gated_delta_fold, gated_delta_replay, short_conv, unit
 
 
 @flax.struct.dataclass
@@ -107,47 +104,6 @@ def conv_rows(ancestors: jax.Array, kernel: int) -> jax.Array:
         row = jnp.take_along_axis(above, row, axis=1, mode="clip")
         rows.append(row)
     return jnp.stack(rows[::-1], axis=-1)
-
-
-def conv_taps(window: jax.Array, inputs: jax.Array, rows: jax.Array) -> list[jax.Array]:
-    """The inputs that each token's convolution reads.
-
-    Args:
-      window: [B, W - 1, C] of the committed text.
-      inputs: [B, N, C] of the pass.
-      rows: [B, N, W], see `conv_rows`.
-
-    Returns:
-      W arrays [B, N, C], oldest first.
-    """
-    committed = window.shape[1]
-
-    def tap(row):  # two gathers and a choice, which fuse with what follows; a concatenation would be written out
-        of_pass = gather_path(inputs, jnp.maximum(row - committed, 0))
-        of_text = gather_path(window, jnp.minimum(row, committed - 1))
-        return jnp.where((row < committed)[:, :, None], of_text, of_pass)
-
-    return [*(tap(rows[..., t]) for t in range(committed)), inputs]
-
-
-def short_conv(taps: Sequence[jax.Array], weight: jax.Array) -> jax.Array:
-    """The causal depthwise convolution and its SiLU, in float32.
-
-    Args:
-      taps: W arrays [..., R, C], oldest first.
-      weight: [..., 1, C, W], of the rank of a tap and one more.
-
-    Returns:
-      [..., R, C] in the dtype of the taps.
-    """
-    total = sum(tap.astype(jnp.float32) * weight[..., t].astype(jnp.float32) for t, tap in enumerate(taps))
-    return jax.nn.silu(total).astype(taps[0].dtype)
-
-
-def unit(x: jax.Array) -> jax.Array:
-    """x / |x| over the last axis, in float32."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _L2_EPS)
 
 
 def gates(strength_decay: jax.Array, rate_log: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:

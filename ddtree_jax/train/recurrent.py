@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ddtree_jax.models.gated_delta import GatedDeltaNet
-from pallas_kernels.gated_delta_tree import gated_delta_fold
+from pallas_kernels.gated_delta_tree import conv_heads, gated_delta_fold
 from pallas_kernels.tree_attention.masks import pack_bits
 
 _CHUNK = 64  # tokens a step: as many as a prompt's fold takes at a time
@@ -28,11 +28,11 @@ def mix_rows(mixer: GatedDeltaNet, x: jax.Array, starts: jax.Array) -> jax.Array
       [b, S, E].
     """
     d, (b, length, _) = mixer.config.delta, x.shape
-    inputs, z = mixer.project(x)
+    inputs, z = mixer.split(mixer.in_proj(x))
     index = jnp.arange(length, dtype=jnp.int32)[None, :]
-    q, k, v, log_decay, beta = mixer.operands(
-        inputs, _taps(inputs[..., : d.conv_channels], index, starts, d.conv_kernel)
-    )
+    taps = _taps(inputs[..., : d.conv_channels], index, starts, d.conv_kernel)
+    q, k, v = conv_heads(taps, mixer.conv1d[:, 0], heads=d.heads, dims=d.dims)
+    log_decay, beta = mixer.gates(inputs)
     log_decay = jnp.where((index == starts)[:, :, None], -jnp.inf, log_decay)
 
     spare = -length % _CHUNK

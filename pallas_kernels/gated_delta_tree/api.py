@@ -18,9 +18,9 @@ from pallas_kernels.gated_delta_tree import mosaic_gpu, reference
 
 
 def gated_delta_tree(
-    q: jax.Array,  # [B, N, Hk, Dk]
-    k: jax.Array,  # [B, N, Hk, Dk]
-    v: jax.Array,  # [B, N, Hv, Dv]
+    q: jax.Array,  # [B, N or more, Hk, Dk]
+    k: jax.Array,  # [B, N or more, Hk, Dk]
+    v: jax.Array,  # [B, N or more, Hv, Dv]
     log_decay: jax.Array,  # [B, N, Hv] float32
     beta: jax.Array,  # [B, N, Hv] float32
     states: jax.Array,  # [M, B, Hv, Dk, Dv] float32
@@ -40,7 +40,8 @@ def gated_delta_tree(
     The GPU kernel has no gradient and runs on one device: over a mesh, call it inside `shard_map`.
 
     Args:
-      q: queries, float32 or bfloat16, L2-normalised and multiplied by Dk ** -0.5.
+      q: queries, float32 or bfloat16, L2-normalised and multiplied by Dk ** -0.5. Of q, k and v nodes past N are not
+        looked at (`tree_conv` leaves some).
       k: keys in q's dtype, L2-normalised.
       v: values, any float dtype.
       log_decay: logarithm of each node's decay, at most 0; -inf forgets the state.
@@ -63,7 +64,8 @@ def gated_delta_tree(
     choice.check(implementation)
     _check_tree(q, k, v, log_decay, beta, states, ancestors, layer)
     arguments = (q, k, v, log_decay, beta, states, ancestors)
-    if choice.choose(implementation, mosaic_gpu.tree_unsupported(q, v)) == "xla":
+    if choice.choose(implementation, mosaic_gpu.tree_unsupported(q, v, log_decay.shape[1])) == "xla":
+        arguments = (*(x[:, : log_decay.shape[1]] for x in (q, k, v)), *arguments[3:])
         return reference.tree(*arguments, layer=layer)
     return mosaic_gpu.tree(*arguments, layer=layer)
 
@@ -126,17 +128,22 @@ def _check_tree(q, k, v, log_decay, beta, states, ancestors, layer):
         raise ValueError(f"v must be [B, N, Hv, Dv], got shape {v.shape}")
     if states.ndim != 5:
         raise ValueError(f"states must be [M, B, Hv, Dk, Dv], got shape {states.shape}")
-    (batch, nodes, key_heads, key_dim), (value_heads, value_dim), layers = q.shape, v.shape[2:], states.shape[0]
+    if log_decay.ndim != 3:
+        raise ValueError(f"log_decay must be [B, N, Hv], got shape {log_decay.shape}")
+    (batch, given, key_heads, key_dim), (value_heads, value_dim), layers = q.shape, v.shape[2:], states.shape[0]
+    nodes = log_decay.shape[1]
     if nodes < 1:
         raise ValueError("a tree has at least one node, got N = 0")
+    if given < nodes:
+        raise ValueError(f"q must hold the {nodes} nodes of log_decay, got shape {q.shape}")
     _check_heads(key_heads, value_heads)
     if not 0 <= layer < layers:
         raise ValueError(f"layer must be one of the {layers} of states, got {layer}")
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"q must be float32 or bfloat16, got {q.dtype}")
     wanted = {
-        "k": (k, (batch, nodes, key_heads, key_dim), q.dtype),
-        "v": (v, (batch, nodes, value_heads, value_dim), None),
+        "k": (k, (batch, given, key_heads, key_dim), q.dtype),
+        "v": (v, (batch, given, value_heads, value_dim), None),
         "log_decay": (log_decay, (batch, nodes, value_heads), jnp.float32),
         "beta": (beta, (batch, nodes, value_heads), jnp.float32),
         "states": (states, (layers, batch, value_heads, key_dim, value_dim), jnp.float32),

@@ -13,7 +13,7 @@ from pallas_kernels.gated_delta_tree import mosaic_gpu_replay, mosaic_gpu_tree
 from pallas_kernels.gated_delta_tree.reference import LOWEST
 
 _DIM = 128
-_WIDTHS = (16, 32, 64, 128, 256)  # nodes are padded to one of these
+WIDTHS = (16, 32, 64, 128, 256)  # nodes are padded to one of these
 _LARGEST_GROUP = 4
 
 
@@ -36,10 +36,14 @@ def tree(
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def _tree(q, k, v, log_decay, beta, states, ancestors, layer, *, interpret):
-    slots, live_nodes, value_heads, value_dim = v.shape
+    slots, given, value_heads, value_dim = v.shape
+    live_nodes = log_decay.shape[1]
     key_heads, key_dim = k.shape[2:]
-    nodes = next(width for width in _WIDTHS if width >= live_nodes)
-    q, k, v = (jnp.pad(x, ((0, 0), (0, nodes - live_nodes), (0, 0), (0, 0))) for x in (q, k, v))
+    nodes = next(width for width in WIDTHS if width >= live_nodes)
+    if given > nodes:
+        q, k, v = (x[:, :nodes] for x in (q, k, v))
+    elif given < nodes:
+        q, k, v = (jnp.pad(x, ((0, 0), (0, nodes - given), (0, 0), (0, 0))) for x in (q, k, v))
     static = mosaic_gpu_tree.Static(
         slots=slots,
         nodes=nodes,
@@ -90,15 +94,15 @@ def _words(ancestors: jax.Array, rows: int) -> jax.Array:
     return jnp.pad(bits, ((0, 0), (0, rows - nodes), (0, rows // 32 - words))).transpose(0, 2, 1)
 
 
-def tree_unsupported(q: jax.Array, v: jax.Array) -> str | None:
+def tree_unsupported(q: jax.Array, v: jax.Array, nodes: int) -> str | None:
     """Why the kernel cannot verify a tree of these queries and values, or None."""
-    nodes, key_heads, dim = q.shape[1:]
+    key_heads, dim = q.shape[2:]
     if q.dtype != jnp.bfloat16 or v.dtype != jnp.bfloat16:
         return f"queries of {q.dtype} and values of {v.dtype} (bfloat16 only)"
     if dim != _DIM or v.shape[3] != _DIM:
         return f"Dk = {dim} and Dv = {v.shape[3]} ({_DIM} only)"
-    if nodes > _WIDTHS[-1]:
-        return f"{nodes} nodes (at most {_WIDTHS[-1]})"
+    if nodes > WIDTHS[-1]:
+        return f"{nodes} nodes (at most {WIDTHS[-1]})"
     if v.shape[2] // key_heads > _LARGEST_GROUP:
         return f"{v.shape[2] // key_heads} value heads for one key head (at most {_LARGEST_GROUP})"
     return None

@@ -229,10 +229,21 @@ MEASURED: dict[tuple[int, int, int, int], Config | None] = {
     (4096, 12288, 1, 128): Config(tile=144, splits=4, cluster=2, consumers=2, block=64, stages=5),
     (151936, 4096, 1, 64): Config(tile=192, splits=1, cluster=1, consumers=1, block=128, stages=3),
     (151936, 4096, 1, 128): None,
-    # Qwen3.6-27B
+    # Qwen3.6-27B; one row as measured for 16
+    (14336, 5120, 1, 1): Config(tile=128, splits=1, cluster=1, consumers=1, block=128, stages=4),
+    (14336, 5120, 1, 16): Config(tile=112, splits=1, cluster=1, consumers=1, block=128, stages=4),
+    (14336, 5120, 1, 64): Config(tile=112, splits=1, cluster=2, consumers=1, block=128, stages=4, stagger=5),
+    (16480, 5120, 1, 1): Config(tile=32, splits=1, cluster=2, consumers=1, block=128, stages=9),
+    (16480, 5120, 1, 16): Config(tile=32, splits=1, cluster=2, consumers=1, block=128, stages=9),
     (16480, 5120, 1, 64): Config(tile=176, splits=1, cluster=2, consumers=1, block=128, stages=3),
+    (5120, 6144, 1, 1): Config(tile=80, splits=2, cluster=1, consumers=1, block=128, stages=5),
+    (5120, 6144, 1, 16): Config(tile=80, splits=2, cluster=2, consumers=1, block=128, stages=5),
     (5120, 6144, 1, 64): Config(tile=80, splits=2, cluster=2, consumers=1, block=128, stages=5),
+    (17408, 5120, 2, 1): Config(tile=48, splits=1, cluster=1, consumers=1, block=128, stages=5),
+    (17408, 5120, 2, 16): Config(tile=48, splits=1, cluster=1, consumers=1, block=128, stages=5),
     (17408, 5120, 2, 64): Config(tile=48, splits=1, cluster=2, consumers=1, block=128, stages=5, stagger=5),
+    (5120, 17408, 1, 1): Config(tile=80, splits=2, cluster=1, consumers=1, block=128, stages=5, stagger=5),
+    (5120, 17408, 1, 16): Config(tile=80, splits=2, cluster=1, consumers=1, block=128, stages=5, stagger=5),
     (5120, 17408, 1, 64): Config(tile=80, splits=2, cluster=2, consumers=1, block=128, stages=5),
 }
 _MEASURED_ROWS = (1, 16, 64, 128, 256)

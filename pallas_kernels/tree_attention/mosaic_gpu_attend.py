@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu_layouts import COLUMN, MATRIX, ROWS, across, load
+from pallas_kernels.mosaic_gpu_layouts import COLUMN, MATRIX, ROWS, across, add_product, load
 from pallas_kernels.tree_attention.mosaic_gpu_static import LOG2E, LOWEST, Span, Static
 
 
@@ -96,7 +95,7 @@ def _step(static, span, wg, q_s, ring, scratch, visible, width, in_turns, i, car
     plgpu.barrier_wait(scratch["v_ready"].at[place])
     if in_turns:
         plgpu.barrier_wait(scratch["turn"])
-    acc = _add_product(static, scratch, wg, acc, half, v)
+    acc = add_product(acc, half, v, p_s=scratch["p_s"].at[wg] if static.interpreted else None)
     plgpu.barrier_arrive(scratch["v_free"].at[place])
     return acc, top, total
 
@@ -138,18 +137,3 @@ def _visible_in_tree(static, span, words_g, j):
         return lax.shift_right_logical(word, column & 31) & 1
 
     return marks
-
-
-def _add_product(static, scratch, wg, acc, p, v) -> jax.Array:
-    """acc [64, D] float32 + p [64, block] @ v [block, D]."""
-    if static.interpreted:  # the interpreter knows neither operands in registers nor preset accumulators
-        p_s = scratch["p_s"].at[wg, :, pl.ds(0, p.shape[1])]
-        p_s[...] = p
-        plgpu.commit_smem()
-
-        def product(ref):
-            plgpu.wgmma(ref, p_s, v)
-            return ref[...]
-
-        return acc + pl.run_scoped(product, plgpu.ACC(acc.shape, jnp.float32))
-    return pl.run_state(lambda ref: plgpu.wgmma(ref, p, v))(plgpu.ACC.init(acc))

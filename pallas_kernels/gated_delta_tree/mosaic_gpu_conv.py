@@ -1,0 +1,132 @@
+"""The short convolution along a tree's paths on Hopper, and what follows it: one thread block a head and 64 tokens.
+
+A tap takes one row for each token: of the window, or of an ancestor. That is a product with a matrix of ones and zeros,
+which the tensor cores do exactly: each sum has one term that is not zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic_gpu_layouts import COLUMN, MATRIX, ROW, ROWS, across, add_product, down, load, tiled
+
+_WINDOW_ROWS = 16  # of the window's tile: the least that wgmma multiplies with
+_L2_EPS = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """Everything static about one call."""
+
+    slots: int
+    nodes: int
+    rows: int  # of the results: nodes, or more
+    key_heads: int
+    value_heads: int
+    head_dim: int
+    width: int  # F, columns of the projection
+    taps: int
+    dtype: str
+    interpreted: bool
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.nodes // ROWS)
+
+    @property
+    def heads(self) -> int:
+        return 2 * self.key_heads + self.value_heads
+
+
+def call(static: Static, interpret):
+    """f(layer [1], projected [B, N, F], window [M, B, W - 1, C], rows [B, W - 1, tiles, 64], weight [W, C])."""
+    s = static
+    block = tiled(s.head_dim, s.dtype)
+    scratch = dict(
+        # wgmma takes as many rows at a time as a tile has columns.
+        window_s=plgpu.SMEM((_WINDOW_ROWS, s.head_dim), s.dtype, transforms=tiled(_WINDOW_ROWS, s.dtype)),
+        # TMA reads whole tiles of a row, here of the projection.
+        pass_s=plgpu.SMEM(
+            (s.tiles, ROWS, s.head_dim), s.dtype, transforms=tiled(math.gcd(s.head_dim, s.width), s.dtype)
+        ),
+        out_s=plgpu.SMEM((ROWS, s.head_dim), s.dtype, transforms=block),
+        ready=plgpu.Barrier(num_arrivals=1 + s.tiles),
+    )
+    if s.interpreted:
+        scratch["p_s"] = plgpu.SMEM((ROWS, ROWS), s.dtype, transforms=tiled(ROWS, s.dtype))
+    heads = (s.key_heads, s.key_heads, s.value_heads)
+    return plgpu.kernel(
+        functools.partial(_body, s),
+        out_type=[jax.ShapeDtypeStruct((s.slots, s.rows, h, s.head_dim), s.dtype) for h in heads],
+        scratch_types=scratch,
+        grid=(s.slots, s.tiles, s.heads),
+        grid_names=("slot", "tile", "head"),
+        kernel_name="tree_conv",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        interpret=interpret,
+    )
+
+
+def _body(s: Static, layer_g, projected_g, window_g, rows_g, weight_g, q_g, k_g, v_g, **scratch):
+    slot, tile, head = lax.axis_index("slot"), lax.axis_index("tile"), lax.axis_index("head")
+    columns = pl.ds(head * s.head_dim, s.head_dim)
+    window_s, pass_s, out_s, ready = (scratch[name] for name in ("window_s", "pass_s", "out_s", "ready"))
+    if not s.interpreted:
+        plgpu.griddepcontrol_launch_dependents()
+        plgpu.griddepcontrol_wait()
+    plgpu.copy_gmem_to_smem(window_g.at[layer_g[0], slot, pl.ds(0, _WINDOW_ROWS), columns], window_s, ready)
+
+    @pl.loop(0, s.tiles)
+    def _(u):
+        plgpu.copy_gmem_to_smem(projected_g.at[slot, pl.ds(u * ROWS, ROWS), columns], pass_s.at[u], ready)
+
+    plgpu.barrier_wait(ready)
+    add = functools.partial(add_product, p_s=scratch.get("p_s"))
+    own = plgpu.load(pass_s.at[tile], layout=MATRIX).astype(jnp.float32)
+    total = own * down(_weight(weight_g, columns, s.taps - 1), own.shape)
+    for t in range(s.taps - 1):
+        row = load(rows_g.at[slot, t, tile], COLUMN)
+        tap = plgpu.layout_cast(jnp.zeros(own.shape, jnp.float32), MATRIX)
+        tap = add(tap, _chosen(row, _WINDOW_ROWS, s.dtype), window_s)
+
+        def block(u, tap, row=row):
+            return add(tap, _chosen(row - (s.taps - 1 + u * ROWS), ROWS, s.dtype), pass_s.at[u])
+
+        tap = lax.fori_loop(0, tile + 1, block, tap)  # ancestors come first: tiles past one's own hold none
+        total = total + tap * down(_weight(weight_g, columns, t), own.shape)
+    mixed = (total / (1.0 + jnp.exp(-total))).astype(s.dtype)
+
+    def send(value, target_g, target_head):
+        out_s[...] = value
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_s, target_g.at[slot, pl.ds(tile * ROWS, ROWS), target_head])
+
+    def unit(scale):
+        wide = mixed.astype(jnp.float32)
+        norm = lax.rsqrt(jnp.sum(wide * wide, axis=1) + _L2_EPS) * scale
+        return (wide * across(norm, wide.shape)).astype(s.dtype)
+
+    keys, values = s.key_heads, 2 * s.key_heads
+    pl.when(head < keys)(lambda: send(unit(s.head_dim**-0.5), q_g, head))
+    pl.when((head >= keys) & (head < values))(lambda: send(unit(1.0), k_g, head - keys))
+    pl.when(head >= values)(lambda: send(mixed, v_g, head - values))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _weight(weight_g, columns, tap: int) -> jax.Array:
+    return load(weight_g.at[tap, columns], ROW).astype(jnp.float32)
+
+
+def _chosen(row: jax.Array, width: int, dtype) -> jax.Array:
+    """[64, width]: one where a column's number is the row's."""
+    shape = (ROWS, width)
+    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
+    return jnp.where(column == across(row, shape), 1.0, 0.0).astype(dtype)
