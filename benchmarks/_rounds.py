@@ -26,7 +26,6 @@ from ddtree_jax.decode.noise import at_context, noise, noisy_state
 from ddtree_jax.decode.plan import ROW_TILE
 from ddtree_jax.decode.proposers import DFlashProposer, LookupProposer, NoDraft
 from ddtree_jax.decode.proposers.lookup import MAX_MATCHES, History
-from ddtree_jax.decode.run import compiler_options
 from ddtree_jax.decode.state import DecodeState, Request
 from ddtree_jax.models.abstract import abstract_params
 from ddtree_jax.models.selector import log_conditionals
@@ -219,16 +218,15 @@ class Rounds:
         return Verified(tree=tree, out=noise(empty), draws=draws, walk=walk)
 
 
-def compile_part(part: Part, params: Any, loop: DecodeLoop) -> Callable:
-    """Compiles run(params, fixed, carry, turns) -> carry, with the options of the loop that the part is of."""
+def compile_part(part: Part, params: Any) -> Callable:
+    """Compiles run(params, fixed, carry, turns) -> carry."""
 
     @functools.partial(jax.jit, donate_argnums=2)
     def run(params, fixed, carry, turns):
         return lax.fori_loop(0, turns, lambda _, carry: part.step(params, fixed, carry), carry)
 
     fixed, carry = jax.eval_shape(part.make)
-    lowered = run.lower(params, fixed, carry, jax.ShapeDtypeStruct((), jnp.int32))
-    return lowered.compile(compiler_options=compiler_options(loop))
+    return run.lower(params, fixed, carry, jax.ShapeDtypeStruct((), jnp.int32)).compile()
 
 
 def time_part(part: Part, run: Callable, params: Any, *, seconds: float = 0.15, repeats: int = 3) -> float:

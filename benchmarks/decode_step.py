@@ -59,16 +59,16 @@ def run_context(args, target, drafter, params: Any, context: int, records: list[
         proposer = make_proposer(decode_config(method, nodes, drafter), decoder, drafter)
         loop = DecodeLoop(decoder, proposer, sample=False, chunk=1)
         parts = Rounds(loop, context).parts()
-        jobs += [(method, nodes, part, loop) for part in (parts[:1] if args.round_only else parts)]
+        jobs += [(method, nodes, part) for part in (parts[:1] if args.round_only else parts)]
     began = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-        runs = list(pool.map(lambda job: compile_part(job[2], params, job[3]), jobs))
+        runs = list(pool.map(lambda job: compile_part(job[2], params), jobs))
     print(f"# context {context}: {len(jobs)} loops compiled in {time.perf_counter() - began:.0f} s", flush=True)
     base = None
     for method, nodes in variants(args.methods, args.nodes, drafter):
         times = {}
         with _timing.alone():
-            for (m, n, part, _), run in zip(jobs, runs):
+            for (m, n, part), run in zip(jobs, runs):
                 if (m, n) == (method, nodes):
                     times[part.name] = time_part(part, run, params, seconds=args.seconds)
         record = summary(args, target, drafter, method, nodes, context, times, base)

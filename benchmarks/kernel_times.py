@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.part not in found:
         parser.error(f"--part must be one of {', '.join(found)} for {args.method}, got {args.part}")
     params = jax.block_until_ready({"target": random_params(target), "drafter": random_params(drafter)})
-    run = compile_part(found[args.part], params, rounds.loop)
+    run = compile_part(found[args.part], params)
     if args.hlo:
         with open(args.hlo, "w", encoding="utf-8") as file:
             file.write(run.as_text())

@@ -22,7 +22,7 @@ from ddtree_jax.decode.proposers import Proposer, TextRows
 from ddtree_jax.decode.sampling import draw
 from ddtree_jax.decode.state import DecodeState, Request, clip_commit, write_rows
 from ddtree_jax.decode.width import Calibration, best_width, observe, promises
-from ddtree_jax.models.cache import KVCache, TreeKV, append_rows, commit_rows, give_weights, path_rows, take_weights
+from ddtree_jax.models.cache import KVCache, PathRows, append_rows, commit_rows, give_weights, path_rows, take_weights
 from ddtree_jax.models.decoder import Decoder, TargetPass
 from ddtree_jax.tree import Acceptance, DraftTree, accept, first_nodes, gather_path, only_first, static_bits
 
@@ -52,14 +52,14 @@ class Kept:
       walk: the path.
       tokens: [B, P] int32.
       hidden, features: of `TargetPass`, at the path's nodes.
-      rows: `TargetPass.tree_kv`, at the path's nodes.
+      rows: of `TargetPass.tree_kv`, at the path's nodes.
     """
 
     walk: Acceptance
     tokens: jax.Array
     hidden: jax.Array
     features: jax.Array | None
-    rows: TreeKV
+    rows: PathRows
 
     @classmethod
     def of(cls, verified: Verified) -> "Kept":

@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,6 @@ import jax
 
 from ddtree_jax.decode.loop import ALL_ROUNDS, DecodeLoop, Verified
 from ddtree_jax.decode.state import DecodeState, Request
-from ddtree_jax.models import layers
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -63,27 +61,12 @@ def executable(function: Callable, loop: DecodeLoop, *args: Any) -> tuple[Callab
     if (found := _executables.get(key)) is not None:
         return found[1], 0.0
     began = time.perf_counter()
-    compiled = function.lower(loop, *args).compile(compiler_options=compiler_options(loop))
+    compiled = function.lower(loop, *args).compile()
     _executables[key] = function, compiled
     while len(_executables) > 1 and memory_maps() > MOST_MEMORY_MAPS:
         oldest, _ = _executables.popitem(last=False)[1]
         oldest.clear_cache()  # JAX keeps what it compiled as long as it knows the traced function
     return compiled, time.perf_counter() - began
-
-
-# What XLA records in command buffers (CUDA graphs) by default, but for the Pallas kernels.
-_RECORDED = "FUSION,CUBLAS,CUBLASLT,CUDNN,DYNAMIC_SLICE_FUSION"
-
-
-def compiler_options(loop: DecodeLoop) -> dict[str, str] | None:
-    """XLA's options for programs whose layers are chains of Pallas kernels: those stay out of command buffers.
-
-    Launched one by one, a kernel starts while the one before it ends (programmatic dependent launch), which a recorded
-    one cannot. What `XLA_FLAGS` says about command buffers stands.
-    """
-    if not layers.streams(loop.target.config) or "xla_gpu_enable_command_buffer" in os.environ.get("XLA_FLAGS", ""):
-        return None
-    return {"xla_gpu_enable_command_buffer": _RECORDED}
 
 
 def memory_maps() -> int:

@@ -18,7 +18,7 @@ from ddtree_jax.models import recurrent
 from ddtree_jax.models.recurrent import RecurrentRows, RecurrentState, RecurrentWeights
 from ddtree_jax.tree import gather_path, gather_path_rows, write_rows
 
-# What a pass leaves of each layer: (keys, values), each [B, K, N, D], or the rows of a recurrent layer.
+# What a pass leaves of its tokens, by layer: (keys, values), each [B, K, N, D], or the rows of a recurrent layer.
 TreeKV = tuple[tuple[jax.Array, jax.Array] | RecurrentRows, ...]
 
 
@@ -62,7 +62,30 @@ def put_slots(cache: KVCache, new: KVCache, where: jax.Array) -> KVCache:
     return layers.replace(length=cache.length.at[where].set(new.length, mode="drop"))
 
 
-def path_rows(tree_kv: TreeKV, path: jax.Array) -> TreeKV:
+@flax.struct.dataclass
+class PathRows:
+    """What a commit appends: of consecutive tokens, or of the nodes of a path.
+
+    Attributes:
+      keys, values: of all attention layers, [M, B, K, P, D]: two arrays to carry about, however many layers.
+      recurrent: of the recurrent layers.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    recurrent: tuple[RecurrentRows, ...]
+
+    @classmethod
+    def of(cls, rows: TreeKV) -> "PathRows":
+        kv = [r for r in rows if not isinstance(r, RecurrentRows)]
+        return cls(
+            keys=jnp.stack([k for k, _ in kv]),
+            values=jnp.stack([v for _, v in kv]),
+            recurrent=tuple(r for r in rows if isinstance(r, RecurrentRows)),
+        )
+
+
+def path_rows(tree_kv: TreeKV, path: jax.Array) -> PathRows:
     """What a pass leaves of the nodes of `path` [B, P] int32, in path order."""
 
     def of_path(rows):
@@ -70,21 +93,20 @@ def path_rows(tree_kv: TreeKV, path: jax.Array) -> TreeKV:
             return rows.replace(inputs=gather_path(rows.inputs, path))
         return tuple(gather_path_rows(x, path) for x in rows)
 
-    return tuple(of_path(rows) for rows in tree_kv)
+    return PathRows.of(tuple(of_path(rows) for rows in tree_kv))
 
 
-def take_weights(rows: TreeKV) -> TreeKV:
+def take_weights(rows: PathRows) -> PathRows:
     """Rows without the weights of recurrent layers: outputs of a branch are copied, and weights need no copy."""
-    return tuple(r.replace(weights=None) if isinstance(r, RecurrentRows) else r for r in rows)
+    return rows.replace(recurrent=tuple(r.replace(weights=None) for r in rows.recurrent))
 
 
-def give_weights(rows: TreeKV, weights: Sequence[RecurrentWeights]) -> TreeKV:
+def give_weights(rows: PathRows, weights: Sequence[RecurrentWeights]) -> PathRows:
     """Undoes `take_weights`; `weights` of the recurrent layers in order."""
-    own = iter(weights)
-    return tuple(r.replace(weights=next(own)) if isinstance(r, RecurrentRows) else r for r in rows)
+    return rows.replace(recurrent=tuple(r.replace(weights=w) for r, w in zip(rows.recurrent, weights, strict=True)))
 
 
-def commit_rows(cache: KVCache, rows: TreeKV, count: jax.Array) -> KVCache:
+def commit_rows(cache: KVCache, rows: PathRows, count: jax.Array) -> KVCache:
     """Appends the first `count` [B] of a path's P rows (0 leaves a slot as it was).
 
     All P rows of keys and values are written: C must exceed every live length by at least P, so that no write is
@@ -95,15 +117,13 @@ def commit_rows(cache: KVCache, rows: TreeKV, count: jax.Array) -> KVCache:
 
 def append_rows(cache: KVCache, rows: TreeKV, count: jax.Array) -> KVCache:
     """Appends the rows of consecutive tokens; `count` [B] of them are live, the rest lie past the new length."""
-    return _append(cache, rows, count, recurrent.append)
+    return _append(cache, PathRows.of(rows), count, recurrent.append)
 
 
-def _append(cache: KVCache, rows: TreeKV, count: jax.Array, recurrence: Callable) -> KVCache:
-    recurrent_rows = [r for r in rows if isinstance(r, RecurrentRows)]
-    kv = [r for r in rows if not isinstance(r, RecurrentRows)]
+def _append(cache: KVCache, rows: PathRows, count: jax.Array, recurrence: Callable) -> KVCache:
     return KVCache(
-        keys=write_rows(cache.keys, jnp.stack([k for k, _ in kv]), cache.length),
-        values=write_rows(cache.values, jnp.stack([v for _, v in kv]), cache.length),
+        keys=write_rows(cache.keys, rows.keys, cache.length),
+        values=write_rows(cache.values, rows.values, cache.length),
         length=cache.length + count,
-        recurrent=recurrence(cache.recurrent, recurrent_rows, count) if recurrent_rows else None,
+        recurrent=recurrence(cache.recurrent, rows.recurrent, count) if rows.recurrent else None,
     )

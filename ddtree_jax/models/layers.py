@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ddtree_jax.config import TargetConfig
 from pallas_kernels.fused_norm import add_rms_norm, rms_norm
 from pallas_kernels.streaming_matmul import PartialSums, partial_sums, runs_kernel, streaming_matmul, streaming_swiglu
 
@@ -47,13 +46,6 @@ def linear(
     if bias is not None:
         y = y + jnp.broadcast_to(bias, y.shape)
     return y
-
-
-def streams(config: TargetConfig) -> bool:
-    """Whether the kernel computes the larger products of a target's decode steps here, as far as measured."""
-    gate_up = jax.ShapeDtypeStruct((2 * config.intermediate_size, config.hidden_size), config.jax_dtype)
-    row = jax.ShapeDtypeStruct((1, config.hidden_size), config.jax_dtype)
-    return MATMUL != "xla" and config.moe is None and runs_kernel(row, gate_up, panels=2)
 
 
 def swiglu(gate_up: jax.Array) -> jax.Array:

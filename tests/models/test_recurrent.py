@@ -11,7 +11,7 @@ from ddtree_jax.models import recurrent
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
 from ddtree_jax.models.recurrent import RecurrentRows, RecurrentState, RecurrentWeights
-from ddtree_jax.tree import ancestor_bits, static_bits
+from ddtree_jax.tree import ancestor_bits, gather_path, static_bits
 
 CONFIG = testing.tiny_hybrid_config()
 LAYERS, BATCH, KERNEL = 3, 2, CONFIG.delta.conv_kernel
@@ -95,7 +95,7 @@ def test_a_commit_follows_the_path(count):
     rng = np.random.default_rng(sum(count))
     state, rows = random_state(rng), random_rows(rng, 20)
     path = np.stack([np.sort(rng.choice(20, 9, replace=False)) for _ in range(BATCH)]).astype(np.int32)
-    kept = cache_lib.path_rows(rows, jnp.asarray(path))
+    kept = [r.replace(inputs=gather_path(r.inputs, jnp.asarray(path))) for r in rows]
     after = jax.jit(recurrent.replay)(state, kept, jnp.asarray(count, jnp.int32))
     window, states = reference(state, rows, path, count)
     np.testing.assert_array_equal(after.window, window.astype(np.float32))
