@@ -14,12 +14,14 @@ from scripted import Scripted, scripted_run
 
 import ddtree_jax as dt
 from ddtree_jax import testing
+from ddtree_jax.decode import run
 from ddtree_jax.decode.proposers import Chain, MostProbable
 from ddtree_jax.decode.sampling import position_noise
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
 from ddtree_jax.tree import static_bits
 from pallas_kernels.choice import on_hopper
+from pallas_kernels.streaming_matmul import config as streaming_config
 
 ROWS = 512
 PROMPTS = [np.random.default_rng(i).integers(0, 500, n).tolist() for i, n in enumerate((5, 150, 330))]
@@ -113,6 +115,28 @@ def test_methods_agree_but_for_near_ties(pair, reference, method, num_nodes, tem
     )
     tokens = dt.generate(*pair, PROMPTS, config).tokens
     assert check(pair[0], tokens, reference(temperature), temperature) >= COMMON
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_streaming_products_agree_but_for_near_ties(pair, reference, temperature, monkeypatch):
+    """Products by the streaming kernel, with the fused norms, though nobody measured them at so small a shape."""
+    expected = reference(temperature)
+    monkeypatch.setattr(streaming_config, "measured_faster", lambda shape: True)
+    jax.clear_caches()  # programs of these shapes were compiled without
+    run._executables.clear()
+    config = dt.DecodeConfig(
+        method="ddtree",
+        num_nodes=64,
+        temperature=temperature,
+        seed=SEEDS,
+        max_new_tokens=NEW_TOKENS,
+        prefill_chunk=CHUNK,
+    )
+    tokens = dt.generate(*pair, PROMPTS, config).tokens
+    monkeypatch.undo()
+    jax.clear_caches()
+    run._executables.clear()
+    assert check(pair[0], tokens, expected, temperature) >= COMMON
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -4,12 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ddtree_jax import testing
 from ddtree_jax.models import layers
 from ddtree_jax.models.abstract import abstract_params
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
+from ddtree_jax.tree import static_bits
+from pallas_kernels.streaming_matmul import partial_sums
+from pallas_kernels.streaming_matmul.config import Config
 
 
 @pytest.fixture
@@ -60,3 +64,41 @@ def test_every_linear_layer_of_a_decoder_uses_the_kernel_if_asked(monkeypatch):
     assert text.count("custom_call @mosaic_gpu") == 8
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
     assert products and all("batching_dims = [0, 1]" in line for line in products)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter runs on the CPU")
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_pass_of_interpreted_kernels_means_what_a_pass_of_xla_means(monkeypatch, nodes):
+    """Sums that blocks leave to each other, splits added on the way, norms and rotations: the wiring of the kernels."""
+    target = testing.tiny_target(
+        hidden_size=256, intermediate_size=256, num_layers=2, sliding_windows=(None, None), num_heads=4, num_kv_heads=2,
+        head_dim=64, vocab_size=64, dtype="bfloat16",
+    )  # fmt: skip
+    decoder, params = Decoder(target.config), {"params": target.params}
+    rng = np.random.default_rng(nodes)
+    tokens = jnp.asarray(rng.integers(0, 64, (2, nodes)), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32)[None], tokens.shape)
+    causal = jnp.asarray(static_bits(np.tri(nodes, dtype=bool)))
+    causal = jnp.broadcast_to(causal[None], (2, *causal.shape))
+    cache = KVCache.empty(target.config, batch=2, rows=8)
+
+    def run():
+        return decoder.apply(params, tokens, positions, causal, cache, (0, 1))
+
+    wanted = run()
+    interpret, calls = plgpu.InterpretGPUParams(), []
+
+    def by_kernel(x, weight, **_):
+        calls.append(weight.shape)
+        config = Config(tile=64, splits=2, cluster=1, consumers=1, block=64, stages=2)
+        return partial_sums(x, weight, config=config, interpret=interpret)
+
+    monkeypatch.setattr(layers, "MATMUL", "mosaic_gpu")
+    monkeypatch.setattr(layers, "partial_sums", by_kernel)
+    monkeypatch.setattr(layers, "streaming_matmul", lambda x, weight, **_: by_kernel(x, weight).total())
+    monkeypatch.setattr(layers, "streaming_swiglu", lambda x, weight, **_: layers.swiglu(by_kernel(x, weight).total()))
+    got = run()
+    assert len(calls) == 8
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        ours, theirs = (np.asarray(x, np.float32) for x in (ours, theirs))
+        assert np.abs(ours - theirs).max() <= 0.03 * np.abs(theirs).max()
