@@ -14,10 +14,15 @@ COLUMN = plgpu.Layout.WGMMA.reduce(1)  # one value per row
 ROW = plgpu.Layout.WGMMA.reduce(0)  # one value per column
 
 
+def swizzle_bytes(columns: int, itemsize: int) -> int:
+    """The widest swizzle of shared memory that rows of so many columns are a multiple of."""
+    return next(width for width in (128, 64, 32) if columns * itemsize % width == 0)
+
+
 def tiled(columns: int, dtype) -> tuple:
     """The shared-memory layout that TMA writes and wgmma reads: tiles of 8 rows, the widest swizzle that fits."""
     size = jnp.dtype(dtype).itemsize
-    swizzle = next(width for width in (128, 64, 32) if columns * size % width == 0)
+    swizzle = swizzle_bytes(columns, size)
     return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
 
 

@@ -4,6 +4,7 @@ Shape letters: B slots, N tokens of the pass, H query heads, K key/value heads, 
 """
 
 import contextlib
+import contextvars
 from collections.abc import Iterator
 
 import flax.linen as nn
@@ -19,15 +20,24 @@ from pallas_kernels.streaming_matmul import PartialSums, partial_sums, runs_kern
 MATMUL: str | None = None
 
 
+_ONLY_XLA = contextvars.ContextVar("only_xla", default=False)
+
+
 @contextlib.contextmanager
 def differentiable() -> Iterator[None]:
-    """While tracing inside, XLA computes all products: the kernel has no gradient."""
-    global MATMUL
-    before, MATMUL = MATMUL, "xla"
+    """While this thread traces inside, XLA computes all products: the kernel has no gradient."""
+    token = _ONLY_XLA.set(True)
     try:
         yield
     finally:
-        MATMUL = before
+        _ONLY_XLA.reset(token)
+
+
+def _streams(x: jax.Array, weight: jax.Array, **options) -> bool:
+    """Whether a product is for the streaming kernel."""
+    if MATMUL == "xla" or _ONLY_XLA.get():
+        return False
+    return runs_kernel(x, weight, implementation=MATMUL, **options)
 
 
 def precision_of(dtype: jnp.dtype) -> lax.Precision | None:
@@ -39,7 +49,7 @@ def linear(
     x: jax.Array, weight: jax.Array, bias: jax.Array | None = None, out_dtype: jnp.dtype | None = None
 ) -> jax.Array:
     """x [..., I] times weight [O, I] (the layout of Hugging Face) plus bias [O] -> [..., O] in `out_dtype` (x's)."""
-    if MATMUL != "xla" and runs_kernel(x, weight, out_dtype=out_dtype, implementation=MATMUL):
+    if _streams(x, weight, out_dtype=out_dtype):
         y = streaming_matmul(x, weight, out_dtype=out_dtype, implementation="mosaic_gpu", early_weights=True)
     else:
         y = jnp.einsum("...i,oi->...o", x, weight, precision=precision_of(x.dtype), preferred_element_type=out_dtype)
@@ -56,7 +66,7 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
 
 def gated_linear(x: jax.Array, weight: jax.Array) -> jax.Array:
     """`swiglu` of x [..., I] times a fused weight [2F, I] -> [..., F]."""
-    if MATMUL != "xla" and runs_kernel(x, weight, panels=2, implementation=MATMUL):
+    if _streams(x, weight, panels=2):
         return streaming_swiglu(x, weight, implementation="mosaic_gpu", early_weights=True)
     return swiglu(linear(x, weight))
 
@@ -92,7 +102,7 @@ class Linear(nn.Module):
 
     def partial(self, x: jax.Array) -> jax.Array | PartialSums:
         """The same for `pallas_kernels.fused_norm`, which adds up what the kernel leaves."""
-        if MATMUL == "xla" or self.bias is not None or not runs_kernel(x, self.weight, implementation=MATMUL):
+        if self.bias is not None or not _streams(x, self.weight):
             return self(x)
         return partial_sums(x, self.weight, early_weights=True)
 

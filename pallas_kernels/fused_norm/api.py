@@ -30,7 +30,11 @@ def add_rms_norm(
 
     The GPU kernel runs if `update` comes from the streaming matmul, in bfloat16 or float16 and with E a multiple of
     128; it has no gradient.
+
+    Raises:
+      ValueError: the arguments contradict each other.
     """
+    _check_add(x, update, weight)
     if isinstance(update, PartialSums):
         if x.dtype.itemsize == 2 and x.shape[-1] % 128 == 0:
             rows = x.reshape(-1, x.shape[-1])
@@ -57,7 +61,11 @@ def qk_norm_rope(
 
     Returns:
       queries [B, N, H, D], keys and values [B, K, N, D], gates [B, N, gates, D].
+
+    Raises:
+      ValueError: the arguments contradict each other.
     """
+    _check_heads(projected, q_weight, k_weight, cos, sin, heads)
     if isinstance(projected, PartialSums):
         parts = projected.by_slot()
         if _supported(parts, cos, projected.dtype, heads):
@@ -81,4 +89,34 @@ def _supported(parts: jax.Array, cos: jax.Array, dtype: str, heads: Heads) -> bo
     """Whether the kernel can cut up and hold these heads."""
     half, itemsize = cos.shape[-1], jnp.dtype(dtype).itemsize
     size = mosaic_gpu_heads.shared_bytes(heads, parts.shape[0], parts.dtype.itemsize, 2 * half, itemsize)
-    return itemsize == 2 and heads.head_dim % 32 == 0 and half % 16 == 0 and size <= _SHARED_BYTES
+    whole = heads.head_dim % 32 == 0 and half % 16 == 0 and half > 0 and heads.keys > 0
+    return itemsize == 2 and whole and size <= _SHARED_BYTES
+
+
+def _check_add(x, update, weight) -> None:
+    """Raises ValueError where the arguments of `add_rms_norm` contradict each other."""
+    if update.shape != x.shape or update.dtype != x.dtype:
+        raise ValueError(f"update must be {x.shape} of {x.dtype} like x, got {update.shape} of {update.dtype}")
+    _check_weight("weight", weight, x.shape[-1], x.dtype)
+
+
+def _check_heads(projected, q_weight, k_weight, cos, sin, heads: Heads) -> None:
+    """Raises ValueError where the arguments of `qk_norm_rope` contradict each other."""
+    shape, features = projected.shape, heads.count * heads.head_dim
+    if len(shape) != 3 or shape[2] != features:
+        raise ValueError(f"projected must be [B, N, {features}] for {heads}, got {shape}")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.ndim != 3 or table.shape[:2] != shape[:2] or 2 * table.shape[2] > heads.head_dim:
+            expected = f"[{shape[0]}, {shape[1]}, at most {heads.head_dim // 2}]"
+            raise ValueError(f"{name} must be {expected} to fit projected, got {table.shape}")
+        if table.shape != cos.shape or table.dtype != jnp.float32:
+            raise ValueError(f"{name} must be float32 of the shape of cos, got {table.shape} of {table.dtype}")
+    if heads.eps is not None:
+        for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+            _check_weight(name, weight, heads.head_dim, projected.dtype)
+
+
+def _check_weight(name: str, weight: jax.Array | None, size: int, dtype) -> None:
+    if weight is None or weight.shape != (size,) or weight.dtype != dtype:
+        found = "none" if weight is None else f"{weight.shape} of {weight.dtype}"
+        raise ValueError(f"{name} must be [{size}] of {dtype}, got {found}")

@@ -44,9 +44,15 @@ def tree_conv(
 
     Returns:
       Queries (times Dk ** -0.5), keys, values. The GPU kernel gives all in bfloat16 and N' >= N nodes, those past N
-      undefined; "xla" gives queries and keys in float32 and N' = N.
+      undefined; "xla" gives queries and keys in float32 and N' = N. With the kernel a projection that is not finite
+      spoils all nodes of its slot.
+
+    Raises:
+      ValueError: the arguments contradict each other.
+      NotImplementedError: the implementation asked for cannot do this call; the message names what.
     """
     choice.check(implementation)
+    _check(projected, window, rows, weight, heads, dims, layer)
     obstacle = unsupported(projected, rows, dims)
     if choice.choose(implementation, obstacle) == "mosaic_gpu":
         return from_kernel(projected, window, rows, weight, jnp.array([layer], jnp.int32), heads=heads, dims=dims)
@@ -85,6 +91,25 @@ def from_kernel(projected, window, rows, weight, layer, *, heads, dims, interpre
     others = jnp.pad(rows[..., :-1], ((0, 0), (0, tiled - nodes), (0, 0)))
     others = others.transpose(0, 2, 1).reshape(slots, static.taps - 1, static.tiles, mosaic_gpu_conv.ROWS)
     return tuple(mosaic_gpu_conv.call(static, interpret)(layer, projected, window, others, weight.T))
+
+
+def _check(projected, window, rows, weight, heads, dims, layer: int) -> None:
+    """Raises ValueError where the arguments of `tree_conv` contradict each other."""
+    channels = 2 * heads[0] * dims[0] + heads[1] * dims[1]
+    if projected.ndim != 3 or projected.shape[2] < channels:
+        raise ValueError(f"projected must be [B, N, {channels} or more] for these heads, got {projected.shape}")
+    (batch, nodes), taps = projected.shape[:2], rows.shape[-1]
+    expected = {
+        "rows": (rows, (batch, nodes, taps), jnp.int32),
+        "weight": (weight, (channels, taps), projected.dtype),
+        "window": (window, (window.shape[0], batch, taps - 1, channels), projected.dtype),
+    }
+    for name, (array, shape, dtype) in expected.items():
+        if array.shape != shape or array.dtype != dtype:
+            wanted = f"{shape} of {jnp.dtype(dtype).name}"
+            raise ValueError(f"{name} must be {wanted} to fit projected and rows, got {array.shape} of {array.dtype}")
+    if not 0 <= layer < window.shape[0]:
+        raise ValueError(f"layer must be one of the {window.shape[0]} of window, got {layer}")
 
 
 def unsupported(projected: jax.Array, rows: jax.Array, dims: tuple[int, int]) -> str | None:

@@ -84,6 +84,15 @@ class PartialSums:
     dtype: str
     interpret: Any = None
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the product."""
+        return (*self.leading, self.parts.shape[-1])
+
+    def __post_init__(self):
+        if self.parts.ndim != 3 or self.parts.shape[1] < math.prod(self.leading):
+            raise ValueError(f"parts must be [S, {math.prod(self.leading)} or more, O], got {self.parts.shape}")
+
     def total(self) -> jax.Array:
         """The product, [*leading, O]."""
         rows = math.prod(self.leading)

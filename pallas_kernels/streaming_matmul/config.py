@@ -8,6 +8,8 @@ import itertools
 
 import jax.numpy as jnp
 
+from pallas_kernels.mosaic_gpu_layouts import swizzle_bytes
+
 ROWS = 64  # rows of one Hopper wgmma
 MAX_ROWS = 256
 _MULTIPROCESSORS = 132
@@ -113,6 +115,7 @@ class Config:
         require("stages", "2 or more", self.stages >= 2)
         require("limit", "cluster or more", self.limit >= self.cluster)
         require("stagger", "0 or more", self.stagger >= 0)
+        require("tile", "such that results are whole tiles of a write", _writes_whole_tiles(shape, self))
 
     @property
     def consumer_registers(self) -> int:
@@ -135,11 +138,6 @@ def epilogue_columns(shape: Shape, config: Config) -> int:
     size = jnp.dtype(shape.out_dtype if config.splits == 1 else "float32").itemsize
     parts = (n for n in range(1, config.tile) if config.tile * size % (32 * n) == 0)
     return next(config.tile // n for n in parts if ROWS * config.tile // n * size <= 28 * 1024)
-
-
-def swizzle_bytes(columns: int, itemsize: int) -> int:
-    """The widest swizzle of shared memory that rows of so many columns are a multiple of."""
-    return next(width for width in (128, 64, 32) if columns * itemsize % width == 0)
 
 
 def _writes_whole_tiles(shape: Shape, config: Config) -> bool:
@@ -256,10 +254,16 @@ def _key(shape: Shape) -> tuple[int, int, int, int]:
 
 def measured_faster(shape: Shape) -> bool:
     """Whether the kernel was measured to be faster than XLA; a whole step with unmeasured sizes was not."""
-    return MEASURED.get(_key(shape)) is not None
+    return _measured(shape) is not None
+
+
+def _measured(shape: Shape) -> Config | None:
+    """Sizes were measured with 16-bit results (but for heads): a float32 one takes more shared memory."""
+    config = MEASURED.get(_key(shape))
+    return config if config and shared_bytes(shape, config, config.stages) <= _SHARED_BYTES else None
 
 
 @functools.lru_cache
 def choose(shape: Shape) -> Config | None:
     """The configuration for a product, or None if no configuration fits it."""
-    return MEASURED.get(_key(shape)) or next(iter(candidates(shape)), None)
+    return _measured(shape) or next(iter(candidates(shape)), None)

@@ -30,13 +30,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic_gpu_layouts import tiled
 from pallas_kernels.streaming_matmul.config import (
     PRODUCER_REGISTERS,
     ROWS,
     Config,
     Shape,
     epilogue_columns,
-    swizzle_bytes,
 )
 
 
@@ -63,13 +63,6 @@ def matmul(
     return _call(shape, config, x.shape[0], early_weights, interpret)(x, weight)
 
 
-def _tiled(columns: int, dtype) -> tuple:
-    """The shared-memory layout that TMA writes and wgmma reads: tiles of 8 rows, the widest swizzle that fits."""
-    size = jnp.dtype(dtype).itemsize
-    swizzle = swizzle_bytes(columns, size)
-    return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
-
-
 def _call(shape: Shape, config: Config, padded_rows: int, early_weights: bool, interpret):
     dtype, stages = shape.dtype, config.stages
     chunk = epilogue_columns(shape, config)
@@ -89,11 +82,11 @@ def _call(shape: Shape, config: Config, padded_rows: int, early_weights: bool, i
         functools.partial(_body, shape, config, early_weights, interpret is not None),
         out_type=out,
         scratch_types=dict(
-            x_s=plgpu.SMEM((stages, x_rows, config.block), dtype, transforms=_tiled(config.block, dtype)),
+            x_s=plgpu.SMEM((stages, x_rows, config.block), dtype, transforms=tiled(config.block, dtype)),
             w_s=plgpu.SMEM(
-                (stages, shape.panels, config.tile, config.block), dtype, transforms=_tiled(config.block, dtype)
+                (stages, shape.panels, config.tile, config.block), dtype, transforms=tiled(config.block, dtype)
             ),
-            out_s=plgpu.SMEM((config.consumers, ROWS, chunk), out.dtype, transforms=_tiled(chunk, out.dtype)),
+            out_s=plgpu.SMEM((config.consumers, ROWS, chunk), out.dtype, transforms=tiled(chunk, out.dtype)),
             full=plgpu.Barrier(num_arrivals=1 + shape.panels, num_barriers=stages),
             free=free(),
         ),

@@ -4,8 +4,7 @@ import jax
 import numpy as np
 import pytest
 from fused_norm_suite import Case, FusedNormSuite
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from interpreter import PARAMS, interpreted
 
 from pallas_kernels.fused_norm import add_rms_norm
 from pallas_kernels.streaming_matmul import partial_sums
@@ -14,7 +13,7 @@ from pallas_kernels.streaming_matmul.config import Config
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter runs on the CPU")
 class TestInterpreted(FusedNormSuite):
-    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    interpret = PARAMS
     cases = (
         Case(nodes=1, splits=3, features=512),
         Case(nodes=13, splits=1, features=384, zero_centred=True),
@@ -30,13 +29,7 @@ class TestInterpreted(FusedNormSuite):
     )
 
     def call(self, function, *operands):
-        try:
-            results = jax.block_until_ready(function(*operands))
-            assert not gpu_callbacks.get_races().races_found
-        except BaseException:
-            gpu_callbacks.reset_gpu_interpret_mode_state()  # or the next case cannot run
-            raise
-        return results
+        return interpreted(function, *operands)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter runs on the CPU")
@@ -47,7 +40,7 @@ def test_takes_what_the_streaming_kernel_leaves(rows, splits):
     x, weight = (jax.numpy.asarray(rng.standard_normal(s), "bfloat16") for s in ((1, rows, 256), (128, 256)))
     stream, norm = (jax.numpy.asarray(rng.standard_normal(s), "bfloat16") for s in ((1, rows, 128), (128,)))
     config = Config(tile=64, splits=splits, cluster=1, consumers=1, block=64, stages=2)
-    update = partial_sums(x, weight, config=config, interpret=plgpu.InterpretGPUParams())
+    update = partial_sums(x, weight, config=config, interpret=PARAMS)
     got = add_rms_norm(stream, update, norm, eps=1e-6)
     wanted = add_rms_norm(stream, update.total(), norm, eps=1e-6)
     product = np.asarray(x, np.float64)[0] @ np.asarray(weight, np.float64).T

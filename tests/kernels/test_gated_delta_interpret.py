@@ -3,27 +3,16 @@
 import jax
 import pytest
 from gated_delta_suite import CommitCase, CommitSuite, TreeCase, TreeSuite
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from interpreter import PARAMS, interpreted
 
 from pallas_kernels.gated_delta_tree import mosaic_gpu
 
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter runs on the CPU")
 
 
-def interpreted(function, operands, **options):
-    try:
-        out = function(*operands, **options, interpret=plgpu.InterpretGPUParams(detect_races=True))
-        assert not gpu_callbacks.get_races().races_found
-    except BaseException:
-        gpu_callbacks.reset_gpu_interpret_mode_state()  # or the next case cannot run
-        raise
-    return out
-
-
 class InterpretedTree(TreeSuite):
     def outputs(self, case, operands):
-        return interpreted(mosaic_gpu.tree, operands, layer=1)
+        return interpreted(mosaic_gpu.tree, *operands, layer=1, interpret=PARAMS)
 
 
 @on_cpu
@@ -53,4 +42,4 @@ class TestReplay(CommitSuite):
     )
 
     def commit(self, case, operands):
-        return interpreted(mosaic_gpu.replay, operands)
+        return interpreted(mosaic_gpu.replay, *operands, interpret=PARAMS)

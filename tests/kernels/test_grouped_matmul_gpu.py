@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from grouped_matmul_suite import Case, GroupedMatmulSuite
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from interpreter import PARAMS, interpreted
 
 from pallas_kernels.choice import on_hopper
 from pallas_kernels.grouped_matmul import group_rows, mosaic_gpu, tile_rows
@@ -27,14 +26,7 @@ class TestInterpreted(GroupedMatmulSuite):
     )
 
     def multiply(self, x, matrices, groups, swiglu):
-        try:
-            interpret = plgpu.InterpretGPUParams(detect_races=True)
-            out = mosaic_gpu.grouped_matmul(x, matrices, groups, swiglu=swiglu, interpret=interpret)
-            assert not gpu_callbacks.get_races().races_found
-        except BaseException:
-            gpu_callbacks.reset_gpu_interpret_mode_state()  # or the next case cannot run
-            raise
-        return out
+        return interpreted(mosaic_gpu.grouped_matmul, x, matrices, groups, swiglu=swiglu, interpret=PARAMS)
 
 
 @pytest.mark.gpu

@@ -2,8 +2,7 @@
 
 import jax
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from interpreter import PARAMS, interpreted
 from streaming_matmul_suite import Case, StreamingMatmulSuite
 
 from pallas_kernels.streaming_matmul import api
@@ -43,11 +42,4 @@ class TestInterpreted(StreamingMatmulSuite):
             rows=case.rows, features=case.features, inputs=case.inputs, panels=1 + case.swiglu, dtype=case.dtype,
             out_dtype=case.out_dtype or case.dtype,
         )  # fmt: skip
-        try:
-            interpret = plgpu.InterpretGPUParams(detect_races=True)
-            y = api.from_kernel(x, weight, shape, Config(**dict(case.config)), interpret=interpret)
-            assert not gpu_callbacks.get_races().races_found
-        except BaseException:
-            gpu_callbacks.reset_gpu_interpret_mode_state()  # or the next case cannot run
-            raise
-        return y
+        return interpreted(api.from_kernel, x, weight, shape, Config(**dict(case.config)), interpret=PARAMS)

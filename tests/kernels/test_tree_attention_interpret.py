@@ -2,8 +2,7 @@
 
 import jax
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from interpreter import PARAMS, interpreted
 from suite import Case, TreeAttentionSuite, in_layers, to_pages
 
 from pallas_kernels.tree_attention import mosaic_gpu
@@ -137,15 +136,5 @@ class TestInterpreted(TreeAttentionSuite):
             *operands, table = move_table_last(to_pages(case, operands))
             options = options | dict(page_table=table)
         operands, options = in_layers(case, operands, options)
-        try:
-            out = mosaic_gpu.tree_attention(
-                *operands,
-                **options,
-                config=Config(**dict(case.config)),
-                interpret=plgpu.InterpretGPUParams(detect_races=True),
-            )
-            assert not gpu_callbacks.get_races().races_found
-        except BaseException:
-            gpu_callbacks.reset_gpu_interpret_mode_state()  # or the next case cannot run
-            raise
-        return out
+        config = Config(**dict(case.config))
+        return interpreted(mosaic_gpu.tree_attention, *operands, **options, config=config, interpret=PARAMS)

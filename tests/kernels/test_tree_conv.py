@@ -5,8 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from interpreter import PARAMS, interpreted
 from tree_conv_suite import LAYER, TAPS, Case, TreeConvSuite, make_operands
 
 from pallas_kernels.choice import on_hopper
@@ -37,17 +36,8 @@ class TestInterpreted(TreeConvSuite):
     )
 
     def convolve(self, case, operands):
-        options = dict(heads=case.heads, dims=(case.dim, case.dim))
-        interpret = plgpu.InterpretGPUParams(detect_races=True)
-        try:
-            out = jax.block_until_ready(
-                from_kernel(*operands, jnp.array([LAYER], jnp.int32), **options, interpret=interpret)
-            )
-            assert not gpu_callbacks.get_races().races_found
-        except BaseException:
-            gpu_callbacks.reset_gpu_interpret_mode_state()  # or the next case cannot run
-            raise
-        return out
+        options = dict(heads=case.heads, dims=(case.dim, case.dim), interpret=PARAMS)
+        return interpreted(from_kernel, *operands, jnp.array([LAYER], jnp.int32), **options)
 
 
 @pytest.mark.gpu
