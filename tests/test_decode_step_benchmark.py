@@ -52,10 +52,10 @@ SPLIT, WHOLE = {"draft", "build", "verify", "accept+commit"}, {"draft", "verify"
     [
         ("tiny", "dflash", "lookup_tree", WHOLE, [6]),
         ("tiny", "dflash", "static_tree", SPLIT, [6]),
-        ("tiny", "dflash2", "ddtree", SPLIT, [6]),
-        ("tiny", "eagle3", "eagle2", WHOLE, [6]),
-        ("tiny-hybrid", "mtp", "eagle2", WHOLE, [6]),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+            ("tiny", "dflash2", "ddtree", SPLIT, [6]),
+            ("tiny", "eagle3", "eagle2", WHOLE, [6]),
+            ("tiny-hybrid", "mtp", "eagle2", WHOLE, [6]),
             ("tiny", "dflash", "lookup", WHOLE, [16]),
             ("tiny", "dflash2", "dflash,static_tree", SPLIT, [4, 6]),
             ("tiny", "eagle3", "best_path,static_tree", WHOLE, [8, 6]),
