@@ -23,9 +23,11 @@ import jax.numpy as jnp
 
 from benchmarks import _timing
 from benchmarks._models import TARGETS, normal
+from benchmarks.streaming_matmul import table_entry
 from ddtree_jax.config import TargetConfig
-from ddtree_jax.models.layers import total
-from pallas_kernels.fused_norm import Heads, add_rms_norm, qk_norm_rope
+from ddtree_jax.models.decoder import projected_heads
+from ddtree_jax.models.layers import swiglu, total
+from pallas_kernels.fused_norm import add_rms_norm, qk_norm_rope
 from pallas_kernels.streaming_matmul import api, config, partial_sums
 from pallas_kernels.streaming_matmul.config import Config, Shape
 
@@ -40,7 +42,7 @@ def shapes(target: TargetConfig, mixer: str, rows: int) -> dict[str, Shape]:
     if mixer == "delta":
         d = target.delta
         sizes = {
-            "in": (d.conv_channels + 2 * d.num_value_heads + d.value_size, hidden, 1),
+            "in": (d.projected_channels, hidden, 1),
             "out": (hidden, d.value_size, 1),
         }
     sizes |= {
@@ -63,8 +65,6 @@ def layer(target: TargetConfig, rows: int, sizes: Sizes, carry, weights) -> tupl
     """One layer: (residual stream, its norm) [1, M, E] each -> the same."""
     stream, normed = carry
     eps, zero_centred = target.rms_norm_eps, target.zero_centred_norms
-    gates = target.num_heads if target.attention_gate else 0
-    heads = Heads(target.num_heads, target.num_kv_heads, gates, target.head_dim, eps, zero_centred)
     table = jnp.ones((1, rows, (target.rotary_dim or target.head_dim) // 2), jnp.float32)
 
     def product(name, x):
@@ -74,15 +74,16 @@ def layer(target: TargetConfig, rows: int, sizes: Sizes, carry, weights) -> tupl
 
     if "qkv" in sizes:
         norms = [weights["head_norm"]] * 2
-        mixed = jax.lax.optimization_barrier(qk_norm_rope(product("qkv", normed), *norms, table, table, heads))
+        mixed = jax.lax.optimization_barrier(
+            qk_norm_rope(product("qkv", normed), *norms, table, table, projected_heads(target))
+        )
         update = product("o", mixed[0].reshape(1, rows, -1))
     else:
         gates = total(product("in", normed))[..., -target.delta.value_size :]
         update = product("out", jax.nn.silu(gates))
     stream, normed = add_rms_norm(stream, update, weights["norm"], eps=eps, zero_centred=zero_centred)
     if sizes["gate_up"] is None:
-        gate, up = jnp.split(jnp.einsum("bme,oe->bmo", normed, weights["gate_up"]), 2, axis=-1)
-        hidden = jax.nn.silu(gate) * up
+        hidden = swiglu(product("gate_up", normed))
     else:
         options = dict(implementation="mosaic_gpu", early_weights=True, config=sizes["gate_up"])
         hidden = api.streaming_swiglu(normed, weights["gate_up"], **options)
@@ -123,15 +124,6 @@ def measure(target, rows: int, weights, variants: list[Sizes], turns: int = 20) 
     return times
 
 
-def entry(shape: Shape, chosen: Config | None) -> str:
-    """A line of `config.MEASURED`."""
-    value = "None"
-    if chosen is not None:
-        fields = [f for f in dataclasses.fields(Config) if getattr(chosen, f.name) != f.default]
-        value = "Config(" + ", ".join(f"{f.name}={getattr(chosen, f.name)}" for f in fields) + ")"
-    return f"    ({shape.features}, {shape.inputs}, {shape.panels}, {shape.rows}): {value},"
-
-
 def variety(shape: Shape, limit: int) -> list[Config]:
     """The best cuts by the model, each by itself and for clusters of two, the first two also with a stagger."""
     cuts: dict[tuple[int, int], list[Config]] = {}
@@ -154,7 +146,9 @@ def sweep(target, rows: int, weights, products: dict[str, Shape], base: Sizes, l
     for name, shape in products.items():
         found = sorted((us, i) for i, ((n, _), us) in enumerate(zip(flat, times)) if n == name)
         for us, i in found:
-            print(f"{name:>8} {rows:4d} rows {us:8.1f} us a layer  {entry(shape, flat[i][1]).strip()}", flush=True)
+            print(
+                f"{name:>8} {rows:4d} rows {us:8.1f} us a layer  {table_entry(shape, flat[i][1]).strip()}", flush=True
+            )
         best[name] = flat[found[0][1]][1]
     return best
 
@@ -182,7 +176,7 @@ def main(arguments: list[str] | None = None) -> None:
         if args.sweep:
             swept = {n: s for n, s in products.items() if not args.products or n in args.products.split(",")}
             best = sweep(target, rows, weights, swept, ours, args.sweep)
-            lines += [entry(shape, best[name]) for name, shape in swept.items()]
+            lines += [table_entry(shape, best[name]) for name, shape in swept.items()]
             variants["best"] = best
         for name, us in zip(variants, measure(target, rows, weights, list(variants.values()))):
             print(f"{args.shape} {rows:4d} rows {name:<7} {us:8.1f} us a layer, floor {floor:.1f}, x{us / floor:.2f}")

@@ -160,14 +160,13 @@ def measure_all(name: str, rows: int, weights: list[jax.Array], variants: list[V
     return records
 
 
-def table_entry(name: str, records: list[dict]) -> str:
-    """A line of `config.MEASURED`: the fastest configuration, or None if XLA is faster still."""
-    features, inputs, panels = LAYERS[name]
-    fastest = min(records, key=lambda record: record["us"])
+def table_entry(shape: Shape, chosen: Config | None) -> str:
+    """A line of `config.MEASURED`; None where XLA is faster."""
     value = "None"
-    if fastest["implementation"] != "xla":
-        value = "Config(" + ", ".join(f"{f.name}={fastest[f.name]}" for f in dataclasses.fields(Config)) + ")"
-    return f"    ({features}, {inputs}, {panels}, {fastest['rows']}): {value},  # {fastest['ratio']:.2f} of the floor"
+    if chosen is not None:
+        fields = [f for f in dataclasses.fields(Config) if getattr(chosen, f.name) != f.default]
+        value = "Config(" + ", ".join(f"{f.name}={getattr(chosen, f.name)}" for f in fields) + ")"
+    return f"    ({shape.features}, {shape.inputs}, {shape.panels}, {shape.rows}): {value},"
 
 
 def main() -> None:
@@ -194,7 +193,9 @@ def main() -> None:
                 variants.append(Variant("ours", shape, config.choose(shape)))
             records = measure_all(name, rows, weights, variants)
             if args.sweep and records:
-                best.append(table_entry(name, records))
+                fastest = min(records, key=lambda record: record["us"])
+                chosen = next(v.config for v in variants if v.name == fastest["implementation"])
+                best.append(f"{table_entry(shape, chosen)}  # {fastest['ratio']:.2f} of the floor")
                 print(f"best: {best[-1].strip()}", flush=True)
         del weights
     if best:

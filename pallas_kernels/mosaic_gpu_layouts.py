@@ -14,6 +14,11 @@ COLUMN = plgpu.Layout.WGMMA.reduce(1)  # one value per row
 ROW = plgpu.Layout.WGMMA.reduce(0)  # one value per column
 
 
+def copied_rows(rows: int) -> int:
+    """Rows of an array that TMA can copy in tiles of 8: one smaller tile, or whole ones."""
+    return rows if rows <= 8 else -(-rows // 8) * 8
+
+
 def swizzle_bytes(columns: int, itemsize: int) -> int:
     """The widest swizzle of shared memory that rows of so many columns are a multiple of."""
     return next(width for width in (128, 64, 32) if columns * itemsize % width == 0)

@@ -93,3 +93,13 @@ class DeltaConfig:
     def conv_channels(self) -> int:
         """Queries, keys and values, in this order."""
         return 2 * self.key_size + self.value_size
+
+    @property
+    def kept_channels(self) -> int:
+        """What a commit needs of a token: those, write strengths and decays."""
+        return self.conv_channels + 2 * self.num_value_heads
+
+    @property
+    def projected_channels(self) -> int:
+        """All that is projected of a token: those, and output gates."""
+        return self.kept_channels + self.value_size

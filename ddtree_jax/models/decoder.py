@@ -41,6 +41,14 @@ class TargetPass:
     tree_kv: TreeKV
 
 
+def projected_heads(c: TargetConfig) -> Heads:
+    """What the fused projection of an attention layer holds."""
+    return Heads(
+        queries=c.num_heads, keys=c.num_kv_heads, gates=c.num_heads if c.attention_gate else 0,
+        head_dim=c.head_dim, eps=c.rms_norm_eps if c.qk_norm else None, zero_centred=c.zero_centred_norms,
+    )  # fmt: skip
+
+
 class Attention(nn.Module):
     config: TargetConfig
     sliding_window: int | None
@@ -63,13 +71,8 @@ class Attention(nn.Module):
 
     def project(self, x: jax.Array, rope) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """[B, N, E] -> queries [B, N, H, D], keys, values [B, K, N, D], and output gates [B, N, H or 0, D]."""
-        c = self.config
-        heads = Heads(
-            queries=c.num_heads, keys=c.num_kv_heads, gates=c.num_heads if c.attention_gate else 0,
-            head_dim=c.head_dim, eps=c.rms_norm_eps if c.qk_norm else None, zero_centred=c.zero_centred_norms,
-        )  # fmt: skip
-        weights = (self.q_norm.weight, self.k_norm.weight) if c.qk_norm else (None, None)
-        return qk_norm_rope(self.qkv_proj.partial(x), *weights, *rope, heads)
+        weights = (self.q_norm.weight, self.k_norm.weight) if self.config.qk_norm else (None, None)
+        return qk_norm_rope(self.qkv_proj.partial(x), *weights, *rope, projected_heads(self.config))
 
     def finish(self, out: jax.Array, gate: jax.Array) -> jax.Array | PartialSums:
         """[B, N, H, D] of the attention and its gates -> [B, N, E]."""

@@ -29,8 +29,7 @@ class GatedDeltaNet(nn.Module):
 
     def setup(self):
         c, d, dtype = self.config, self.config.delta, self.config.jax_dtype
-        rows = d.conv_channels + 2 * d.num_value_heads + d.value_size
-        self.in_proj = Linear(rows, c.hidden_size, dtype=dtype)
+        self.in_proj = Linear(d.projected_channels, c.hidden_size, dtype=dtype)
         conv_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=-1, out_axis=0)
         self.conv1d = self.param("conv1d", conv_init, (d.conv_channels, 1, d.conv_kernel), dtype)
         self.decay_rate_log = self.param("A_log", _decay_rate_init, (d.num_value_heads,), jnp.float32)
@@ -64,8 +63,7 @@ class GatedDeltaNet(nn.Module):
 
     def split(self, projected: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[B, N, rows of `in_proj`] -> (what a commit needs [B, N, C + 2 Hv], output gates [B, N, Hv Dv])."""
-        d = self.config.delta
-        return jnp.split(projected, (d.conv_channels + 2 * d.num_value_heads,), axis=-1)
+        return jnp.split(projected, (self.config.delta.kept_channels,), axis=-1)
 
     def gates(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[B, N, C + 2 Hv] -> log_decay, beta [B, N, Hv] float32."""

@@ -35,7 +35,7 @@ def _mixer(target: TargetConfig, layer: int) -> int:
     """The same of the projections around a layer's attention or recurrence (which itself is little beside them)."""
     if layer in target.delta_layers:
         d = target.delta
-        return d.conv_channels + 2 * d.num_value_heads + 2 * d.value_size
+        return d.projected_channels + d.value_size
     return (target.qkv_heads + target.num_heads) * target.head_dim
 
 

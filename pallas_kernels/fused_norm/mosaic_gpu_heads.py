@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu_layouts import MATRIX, ROW, ROWS, across, down, load, tiled
+from pallas_kernels.mosaic_gpu_layouts import MATRIX, ROW, ROWS, across, copied_rows, down, load, tiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ def qk_norm_rope(
 ) -> tuple[jax.Array, ...]:  # [B, N, H, D], [B, K, N, D] twice, [B, N, gates, D] if there are any
     """See `pallas_kernels.fused_norm.qk_norm_rope`; the arguments are taken as checked and supported."""
     splits, slots = parts.shape[:2]
-    padded = nodes if nodes <= 8 else -(-nodes // 8) * 8  # TMA copies tiles of 8 rows
+    padded = copied_rows(nodes)
     if padded != nodes:
         spare = padded - nodes
         cos, sin = (jnp.pad(table, ((0, 0), (0, spare), (0, 0))) for table in (cos, sin))

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from pallas_kernels import choice
 from pallas_kernels.gated_delta_tree import mosaic_gpu_conv
 from pallas_kernels.gated_delta_tree.mosaic_gpu import WIDTHS
-
-L2_EPS = 1e-6
+from pallas_kernels.mosaic_gpu_layouts import copied_rows
 
 
 def tree_conv(
@@ -119,7 +118,7 @@ def unsupported(projected: jax.Array, rows: jax.Array, dims: tuple[int, int]) ->
         return f"projections of {projected.dtype} (bfloat16 only)"
     if dims[0] != dims[1] or dims[0] not in (64, 128):
         return f"Dk = {dims[0]} and Dv = {dims[1]} (equal, 64 or 128)"
-    if nodes > WIDTHS[-1] or (nodes > 8 and nodes % 8):
+    if nodes > WIDTHS[-1] or nodes != copied_rows(nodes):
         return f"{nodes} nodes (up to 8, or a multiple of 8 up to {WIDTHS[-1]})"
     if width % 32:
         return f"projections of {width} columns (multiples of 32 only)"
@@ -160,4 +159,4 @@ def short_conv(taps: Sequence[jax.Array], weight: jax.Array) -> jax.Array:
 def unit(x: jax.Array) -> jax.Array:
     """x / |x| over the last axis, in float32."""
     x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + L2_EPS)
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + mosaic_gpu_conv.L2_EPS)

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.mosaic_gpu_layouts import COLUMN, MATRIX, ROW, ROWS, across, add_product, down, load, tiled
 
 _WINDOW_ROWS = 16  # of the window's tile: the least that wgmma multiplies with
-_L2_EPS = 1e-6
+L2_EPS = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _body(s: Static, layer_g, projected_g, window_g, rows_g, weight_g, q_g, k_g,
 
     def unit(scale):
         wide = mixed.astype(jnp.float32)
-        norm = lax.rsqrt(jnp.sum(wide * wide, axis=1) + _L2_EPS) * scale
+        norm = lax.rsqrt(jnp.sum(wide * wide, axis=1) + L2_EPS) * scale
         return (wide * across(norm, wide.shape)).astype(s.dtype)
 
     keys, values = s.key_heads, 2 * s.key_heads

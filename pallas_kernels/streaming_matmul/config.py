@@ -8,9 +8,8 @@ import itertools
 
 import jax.numpy as jnp
 
-from pallas_kernels.mosaic_gpu_layouts import swizzle_bytes
+from pallas_kernels.mosaic_gpu_layouts import ROWS, swizzle_bytes
 
-ROWS = 64  # rows of one Hopper wgmma
 MAX_ROWS = 256
 _MULTIPROCESSORS = 132
 _SHARED_BYTES = 227 * 1024 - 1024  # of one thread block, less barriers

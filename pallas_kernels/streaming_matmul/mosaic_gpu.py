@@ -30,14 +30,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu_layouts import tiled
-from pallas_kernels.streaming_matmul.config import (
-    PRODUCER_REGISTERS,
-    ROWS,
-    Config,
-    Shape,
-    epilogue_columns,
-)
+from pallas_kernels.mosaic_gpu_layouts import ROWS, copied_rows, tiled
+from pallas_kernels.streaming_matmul.config import PRODUCER_REGISTERS, Config, Shape, epilogue_columns
 
 
 # Jitted, so that the layers of a model share one trace and one lowering of each kernel (seconds each).
@@ -58,7 +52,7 @@ def matmul(
     past M are undefined.
     """
     config.check(shape)
-    spare = -shape.rows % 8 if shape.rows > 8 else 0  # TMA copies tiles of 8 rows, or one smaller tile
+    spare = copied_rows(shape.rows) - shape.rows
     x = jnp.pad(x, ((0, spare), (0, 0))) if spare else x
     return _call(shape, config, x.shape[0], early_weights, interpret)(x, weight)
 

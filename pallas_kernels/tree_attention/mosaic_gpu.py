@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic_gpu_layouts import COLUMN, ROWS, across, load, tiled
+from pallas_kernels.mosaic_gpu_layouts import COLUMN, ROWS, across, copied_rows, load, tiled
 from pallas_kernels.tree_attention import masks, packing
 from pallas_kernels.tree_attention.config import Config
 from pallas_kernels.tree_attention.mosaic_gpu_attend import attend
@@ -73,8 +73,7 @@ def _tree_attention(
     first_slot, config, interpret,
 ):  # fmt: skip
     live_nodes = q.shape[1]
-    if live_nodes > 8 and live_nodes % 8:  # TMA copies tiles of 8 rows
-        spare = -live_nodes % 8
+    if spare := copied_rows(live_nodes) - live_nodes:
         q = jnp.pad(q, ((0, 0), (0, spare), (0, 0), (0, 0)))
         k_tree, v_tree = (jnp.pad(x, ((0, 0), (0, 0), (0, spare), (0, 0))) for x in (k_tree, v_tree))
         ancestors = jnp.pad(ancestors, ((0, 0), (0, spare), (0, 0)))

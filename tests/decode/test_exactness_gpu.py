@@ -47,20 +47,20 @@ def pair():
     return target, testing.random_dflash(target, mask_token_id=511, num_layers=2)
 
 
+def decode(pair, temperature, **fields):
+    config = dt.DecodeConfig(
+        temperature=temperature, seed=SEEDS, max_new_tokens=NEW_TOKENS, prefill_chunk=CHUNK, **fields
+    )
+    return dt.generate(*pair, PROMPTS, config).tokens
+
+
 @pytest.fixture(scope="module")
 def reference(pair):
     cache = {}
 
     def get(temperature):
         if temperature not in cache:
-            config = dt.DecodeConfig(
-                method="autoregressive",
-                temperature=temperature,
-                seed=SEEDS,
-                max_new_tokens=NEW_TOKENS,
-                prefill_chunk=CHUNK,
-            )
-            cache[temperature] = dt.generate(pair[0], None, PROMPTS, config).tokens
+            cache[temperature] = decode((pair[0], None), temperature, method="autoregressive")
         return cache[temperature]
 
     return get
@@ -105,15 +105,7 @@ def check(target, found, expected, temperature):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("method,num_nodes", [("dflash", 2), ("ddtree", 16), ("ddtree", 64), ("ddtree", 256)])
 def test_methods_agree_but_for_near_ties(pair, reference, method, num_nodes, temperature):
-    config = dt.DecodeConfig(
-        method=method,
-        num_nodes=num_nodes,
-        temperature=temperature,
-        seed=SEEDS,
-        max_new_tokens=NEW_TOKENS,
-        prefill_chunk=CHUNK,
-    )
-    tokens = dt.generate(*pair, PROMPTS, config).tokens
+    tokens = decode(pair, temperature, method=method, num_nodes=num_nodes)
     assert check(pair[0], tokens, reference(temperature), temperature) >= COMMON
 
 
@@ -124,15 +116,7 @@ def test_streaming_products_agree_but_for_near_ties(pair, reference, temperature
     monkeypatch.setattr(streaming_config, "measured_faster", lambda shape: True)
     jax.clear_caches()  # programs of these shapes were compiled without
     run._executables.clear()
-    config = dt.DecodeConfig(
-        method="ddtree",
-        num_nodes=64,
-        temperature=temperature,
-        seed=SEEDS,
-        max_new_tokens=NEW_TOKENS,
-        prefill_chunk=CHUNK,
-    )
-    tokens = dt.generate(*pair, PROMPTS, config).tokens
+    tokens = decode(pair, temperature, method="ddtree", num_nodes=64)
     monkeypatch.undo()
     jax.clear_caches()
     run._executables.clear()

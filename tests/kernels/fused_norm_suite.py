@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.fused_norm import Heads, add_rms_norm, qk_norm_rope
+from pallas_kernels.mosaic_gpu_layouts import copied_rows
 from pallas_kernels.streaming_matmul import PartialSums
 
 # Of the largest result: one rounding to 16 bits may go the other way, and a product of two of those twice.
@@ -49,7 +50,7 @@ def numbers(case: Case) -> np.random.Generator:
 def partial(rng, case: Case, features: int, interpret) -> tuple[PartialSums, np.ndarray]:
     """Partial sums as the streaming kernel leaves them, poison past the last row, and their total in float64."""
     rows = case.batch * case.nodes
-    padded = rows if rows <= 8 else -(-rows // 8) * 8
+    padded = copied_rows(rows)
     dtype = "float32" if case.splits > 1 else case.dtype
     parts = np.full((case.splits, padded, features), np.nan, np.float32)
     parts[:, :rows] = rng.standard_normal((case.splits, rows, features))

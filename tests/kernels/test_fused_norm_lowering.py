@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.fused_norm import Heads, add_rms_norm, qk_norm_rope
+from pallas_kernels.mosaic_gpu_layouts import copied_rows
 from pallas_kernels.streaming_matmul import PartialSums
 
 
@@ -38,7 +39,7 @@ def test_add_rms_norm(rows, splits, features):
 @pytest.mark.parametrize("nodes,splits", [(1, 2), (60, 1), (256, 2)])
 def test_qk_norm_rope(nodes, splits, heads, rotary):
     dtype, features = jnp.float32 if splits > 1 else jnp.bfloat16, heads.count * heads.head_dim
-    rows = nodes if nodes <= 8 else -(-nodes // 8) * 8
+    rows = copied_rows(nodes)
 
     def call(parts, q_weight, k_weight, cos, sin):
         projected = PartialSums(parts, (1, nodes), "bfloat16")
