@@ -141,7 +141,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--layers", type=int, help="cut the target to so many layers")
     parser.add_argument(
-        "--matmul", choices=("xla", "mosaic_gpu", "auto"), default="auto", help="for products of few rows"
+        "--matmul", choices=("xla", "mosaic_gpu", "chain", "auto"), default="auto", help="for products of few rows"
     )
     parser.add_argument("--round-only", action="store_true", help="leave out the parts: a third of the compile time")
     parser.add_argument("--seconds", type=float, default=0.15, help="about how long one timed loop runs")

@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--nodes", type=int, default=64, help="width of a tree, root included")
     parser.add_argument("--part", default="round", help="round, draft, build, verify or accept+commit")
     parser.add_argument("--layers", type=int, help="cut the target to so many layers")
-    parser.add_argument("--matmul", choices=("xla", "mosaic_gpu", "auto"), default="auto")
+    parser.add_argument("--matmul", choices=("xla", "mosaic_gpu", "chain", "auto"), default="auto")
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--hlo", help="write the optimised program to this file")
     args = parser.parse_args(arguments)

@@ -17,11 +17,12 @@ import jax.numpy as jnp
 from ddtree_jax.config import TargetConfig
 from ddtree_jax.models.cache import KVCache, TreeKV
 from ddtree_jax.models.gated_delta import GatedDeltaNet
-from ddtree_jax.models.layers import MLP, Linear, RMSNorm, linear
+from ddtree_jax.models.layers import MLP, Linear, RMSNorm, between_mixers, linear
 from ddtree_jax.models.moe import MoE
 from ddtree_jax.models.recurrent import RecurrentWeights, conv_rows
 from ddtree_jax.models.rope import rope_tables
 from pallas_kernels.fused_norm import Heads, qk_norm_rope
+from pallas_kernels.linear_chain import Turns
 from pallas_kernels.streaming_matmul import PartialSums
 from pallas_kernels.tree_attention import tree_attention
 
@@ -61,24 +62,35 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, c.jax_dtype, c.zero_centred_norms)
             self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, c.jax_dtype, c.zero_centred_norms)
 
-    def __call__(self, x, rope, ancestors, positions, cache: KVCache, layer: int):
-        q, k, v, gate = self.project(x, rope)
+    @property
+    def entry(self) -> Linear:
+        """The projection that the mixer starts from."""
+        return self.qkv_proj
+
+    @property
+    def out(self) -> Linear:
+        """The projection of what the mixer yields."""
+        return self.o_proj
+
+    def __call__(self, projected, rope, ancestors, positions, cache: KVCache, layer: int):
+        """From `entry` of the normed stream, [B, N, (H + 2 K) D or more], to [B, N, H D] for `out`, and its rows."""
+        q, k, v, gate = self.heads(projected, rope)
         out = tree_attention(
             q, cache.keys, cache.values, cache.length, k, v, ancestors, scale=self.config.head_dim**-0.5,
             sliding_window=self.sliding_window, positions=positions, layer=layer,
         )  # fmt: skip
-        return self.finish(out, gate), (k, v)
+        return self.gated(out, gate), (k, v)
 
-    def project(self, x: jax.Array, rope) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """[B, N, E] -> queries [B, N, H, D], keys, values [B, K, N, D], and output gates [B, N, H or 0, D]."""
+    def heads(self, projected: jax.Array | PartialSums, rope) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """-> queries [B, N, H, D], keys, values [B, K, N, D], and output gates [B, N, H or 0, D]."""
         weights = (self.q_norm.weight, self.k_norm.weight) if self.config.qk_norm else (None, None)
-        return qk_norm_rope(self.qkv_proj.partial(x), *weights, *rope, projected_heads(self.config))
+        return qk_norm_rope(projected, *weights, *rope, projected_heads(self.config))
 
-    def finish(self, out: jax.Array, gate: jax.Array) -> jax.Array | PartialSums:
-        """[B, N, H, D] of the attention and its gates -> [B, N, E]."""
+    def gated(self, out: jax.Array, gate: jax.Array) -> jax.Array:
+        """[B, N, H, D] of the attention and its gates -> [B, N, H D]."""
         if self.config.attention_gate:
             out = out * jax.nn.sigmoid(gate)
-        return self.o_proj.partial(out.reshape(*out.shape[:2], -1))
+        return out.reshape(*out.shape[:2], -1)
 
 
 class Block(nn.Module):
@@ -99,23 +111,28 @@ class Block(nn.Module):
         else:
             self.mlp = MoE(moe, c.hidden_size, c.jax_dtype)
 
-    def __call__(self, x, update, *mixer_args):
-        """One block, its last sum left to the next.
+    @property
+    def mixer(self) -> nn.Module:
+        return self.linear_attn if self.layer in self.config.delta_layers else self.self_attn
+
+    def __call__(self, x, projected, following: tuple[RMSNorm, Linear | None], turns: Turns, *mixer_args):
+        """One block, up to where the next one's mixer starts.
 
         Args:
-          x: [B, N, E], the residual stream but for what the block before adds to it.
-          update: that, [B, N, E] or partial sums of it; None before the first block.
-          mixer_args: of the mixer.
+          x: [B, N, E], the residual stream.
+          projected: `mixer.entry` of its norm, or partial sums of that.
+          following: the norm after this block, and the projection after that, if any.
+          turns: of this pass.
+          *mixer_args: of the mixer.
 
         Returns:
-          x + update, the residual stream inside this block, what this block adds to that, the mixer's rows.
+          The residual stream after this block, what `following` makes of it, the mixer's rows.
         """
-        mixer = self.linear_attn if self.layer in self.config.delta_layers else self.self_attn
-        before, normed = self.input_layernorm.add(x, update)
-        mixed, tree_kv = mixer(normed, *mixer_args)
-        x, normed = self.post_attention_layernorm.add(before, mixed)
-        mlp = self.mlp.partial if isinstance(self.mlp, MLP) else self.mlp
-        return before, x, mlp(normed), tree_kv
+        mixed, tree_kv = self.mixer(projected, *mixer_args)
+        x, projected = between_mixers(
+            mixed, x, self.mixer.out, self.post_attention_layernorm, self.mlp, *following, turns
+        )
+        return x, projected, tree_kv
 
 
 class Decoder(nn.Module):
@@ -153,19 +170,19 @@ class Decoder(nn.Module):
         rope = rope_tables(c.rope, positions, c.rotary_dim or c.head_dim)
         rows = conv_rows(ancestors, c.delta.conv_kernel) if c.delta_layers else None
         attention_layers = [i for i in range(c.num_layers) if i not in c.delta_layers]
-        stream, tree_kv, update = [], [], None  # stream[i]: before block i
-        for i, layer in enumerate(self.layers):
+        turns, tree_kv, stream = Turns(), [], []  # stream[i]: after block i
+        projected = self.layers[0].mixer.entry.partial(self.layers[0].input_layernorm(x))
+        ends = [(layer.input_layernorm, layer.mixer.entry) for layer in self.layers[1:]] + [(self.norm, None)]
+        for i, (layer, following) in enumerate(zip(self.layers, ends, strict=True)):
             if i in c.delta_layers:
                 args = (ancestors, rows, cache.recurrent, c.delta_layers.index(i))
             else:
                 args = (rope, ancestors, positions, cache, attention_layers.index(i))
-            before, x, update, kept = layer(x, update, *args)
-            stream.append(before)
+            x, projected, kept = layer(x, projected, following, turns, *args)
+            stream.append(x)
             tree_kv.append(kept)
-        last, hidden = self.norm.add(x, update)
-        stream.append(last)
-        features = jnp.concatenate([stream[i + 1] for i in taps], axis=-1) if taps else None
-        return TargetPass(hidden=hidden, features=features, tree_kv=tuple(tree_kv))
+        features = jnp.concatenate([stream[i] for i in taps], axis=-1) if taps else None
+        return TargetPass(hidden=projected, features=features, tree_kv=tuple(tree_kv))
 
     def embed_tokens(self, tokens: jax.Array) -> jax.Array:
         """[...] int32 -> [..., E]."""

@@ -14,12 +14,12 @@ import numpy as np
 from ddtree_jax.config import DrafterConfig
 from ddtree_jax.models.cache import KVCache, TreeKV, append_rows
 from ddtree_jax.models.dynamic_conv import DynamicConv, causal_conv
-from ddtree_jax.models.layers import MLP, Linear, RMSNorm, linear, split_heads, total
+from ddtree_jax.models.layers import MLP, Linear, RMSNorm, between_mixers, linear, split_heads
 from ddtree_jax.models.rope import rope_tables
 from ddtree_jax.models.selector import CandidateSelector
 from ddtree_jax.tree import static_bits
 from pallas_kernels.fused_norm import apply_rope
-from pallas_kernels.streaming_matmul import PartialSums
+from pallas_kernels.linear_chain import Turns
 from pallas_kernels.tree_attention import tree_attention
 
 
@@ -49,7 +49,8 @@ class DraftAttention(nn.Module):
         k, v = jnp.split(split_heads(self.kv_proj(x), 2 * self.config.num_kv_heads), 2, axis=2)
         return apply_rope(self.k_norm(k), *rope).swapaxes(1, 2), v.swapaxes(1, 2)
 
-    def __call__(self, x: jax.Array, rope, positions: jax.Array, cache: KVCache, layer: int) -> jax.Array | PartialSums:
+    def __call__(self, x: jax.Array, rope, positions: jax.Array, cache: KVCache, layer: int) -> jax.Array:
+        """[B, S, E] -> [B, S, H D] for `o_proj`."""
         c = self.config
         q = apply_rope(self.q_norm(split_heads(self.q_proj(x), c.num_heads)), *rope)
         k, v = self.keys_values(x, rope)
@@ -58,7 +59,7 @@ class DraftAttention(nn.Module):
             q, cache.keys, cache.values, cache.length, k, v, jnp.broadcast_to(seen[None], (x.shape[0], *seen.shape)),
             scale=c.head_dim**-0.5, sliding_window=self.sliding_window, positions=positions, layer=layer,
         )  # fmt: skip
-        return self.o_proj.partial(out.reshape(*out.shape[:2], -1))
+        return out.reshape(*out.shape[:2], -1)
 
 
 class DraftBlock(nn.Module):
@@ -76,17 +77,17 @@ class DraftBlock(nn.Module):
             self.attention_conv = DynamicConv(c.hidden_size, c.conv_taps, c.conv_group_size, c.jax_dtype)
             self.mlp_conv = DynamicConv(c.hidden_size, c.conv_taps, c.conv_group_size, c.jax_dtype)
 
-    def __call__(self, x, update, *attention_args):
-        """x [B, S, E] and what the layer before adds to it -> the same of this layer (`decoder.Block`)."""
-        x, n = self.input_layernorm.add(x, update)
+    def __call__(self, x, n, next_norm: RMSNorm, turns: Turns, *attention_args):
+        """The residual stream [B, S, E] and its norm before this layer -> the same after it, by the next one's norm."""
         if not self.config.conv_taps:
-            x, n = self.post_attention_layernorm.add(x, self.self_attn(n, *attention_args))
-            return x, self.mlp.partial(n)
+            mixed = self.self_attn(n, *attention_args)
+            norm = self.post_attention_layernorm
+            return between_mixers(mixed, x, self.self_attn.o_proj, norm, self.mlp, next_norm, None, turns)
         before, after = self.attention_conv.kernels(n)
-        mixed = total(self.self_attn(causal_conv(n, before), *attention_args))
+        mixed = self.self_attn.o_proj(self.self_attn(causal_conv(n, before), *attention_args))
         x, n = self.post_attention_layernorm.add(x, causal_conv(mixed, after))
         before, after = self.mlp_conv.kernels(n)
-        return x, causal_conv(self.mlp(causal_conv(n, before)), after)
+        return next_norm.add(x, causal_conv(self.mlp(causal_conv(n, before)), after))
 
 
 class VocabularyMap(nn.Module):
@@ -157,10 +158,12 @@ class DFlash(nn.Module):
         slots = jnp.arange(block.shape[1], dtype=jnp.int32)
         positions = cache.length[:, None] + slots[None, :]
         rope = rope_tables(c.rope, positions, c.head_dim)
-        x, update = block.astype(c.jax_dtype), None
+        x, turns = block.astype(c.jax_dtype), Turns()
+        norms = [*(layer.input_layernorm for layer in self.layers), self.norm]
+        n = norms[0](x)
         for i, layer in enumerate(self.layers):
-            x, update = layer(x, update, rope, positions, cache, i)
-        return self.norm.add(x, update)[1]
+            x, n = layer(x, n, norms[i + 1], turns, rope, positions, cache, i)
+        return n
 
     def absorb(self, features: jax.Array, count: jax.Array, cache: KVCache) -> KVCache:
         """Appends the context rows of features [B, R, T * E_target] that follow the cache; `count` [B] are live."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ddtree_jax.config import TargetConfig
-from ddtree_jax.models.layers import Linear, RMSNorm, split_heads
+from ddtree_jax.models.layers import Linear, RMSNorm, split_heads, total
 from ddtree_jax.models.recurrent import RecurrentRows, RecurrentState, RecurrentWeights, gates
 from pallas_kernels.gated_delta_tree import gated_delta_tree, tree_conv
 from pallas_kernels.streaming_matmul import PartialSums
@@ -37,29 +37,44 @@ class GatedDeltaNet(nn.Module):
         self.norm = RMSNorm(d.value_head_dim, c.rms_norm_eps, dtype)
         self.out_proj = Linear(c.hidden_size, d.value_size, dtype=dtype)
 
+    @property
+    def entry(self) -> Linear:
+        """The projection that the mixer starts from."""
+        return self.in_proj
+
+    @property
+    def out(self) -> Linear:
+        """The projection of what the mixer yields."""
+        return self.out_proj
+
     def __call__(
-        self, x: jax.Array, ancestors: jax.Array, conv_rows: jax.Array, memory: RecurrentState, layer: int
+        self,
+        projected: jax.Array | PartialSums,
+        ancestors: jax.Array,
+        conv_rows: jax.Array,
+        memory: RecurrentState,
+        layer: int,
     ) -> tuple[jax.Array, RecurrentRows]:
         """One pass.
 
         Args:
-          x: [B, N, E].
+          projected: [B, N, rows of `in_proj`], `entry` of the normed stream.
           ancestors: [B, N, ceil(N / 32)] uint32.
           conv_rows: [B, N, W] int32, see `recurrent.conv_rows`.
           memory: of all recurrent layers; only read.
           layer: which of them this one is.
 
         Returns:
-          ([B, N, E], what a commit needs).
+          ([B, N, Hv Dv] for `out`, what a commit needs).
         """
-        projected = self.in_proj(x)
+        projected = total(projected)
         inputs, z = self.split(projected)
         d = self.config.delta
         q, k, v = tree_conv(
             projected, memory.window, conv_rows, self.conv1d[:, 0], heads=d.heads, dims=d.dims, layer=layer
         )
         out = self.recur(q, k, v, *self.gates(inputs), memory.states, ancestors, layer)
-        return self.finish(out, z), RecurrentRows(inputs, self.commit_weights())
+        return self.gated(out, z), RecurrentRows(inputs, self.commit_weights())
 
     def split(self, projected: jax.Array) -> tuple[jax.Array, jax.Array]:
         """[B, N, rows of `in_proj`] -> (what a commit needs [B, N, C + 2 Hv], output gates [B, N, Hv Dv])."""
@@ -75,11 +90,11 @@ class GatedDeltaNet(nn.Module):
         dtype = v.dtype if v.dtype == jnp.bfloat16 else jnp.float32
         return gated_delta_tree(q.astype(dtype), k.astype(dtype), v, log_decay, beta, states, ancestors, layer=layer)
 
-    def finish(self, out: jax.Array, z: jax.Array) -> jax.Array | PartialSums:
-        """[B, N, Hv, Dv] of the recurrence and its gates -> [B, N, E]."""
+    def gated(self, out: jax.Array, z: jax.Array) -> jax.Array:
+        """[B, N, Hv, Dv] of the recurrence and its gates -> [B, N, Hv Dv], normed and gated."""
         gate = jax.nn.silu(split_heads(z, out.shape[2]).astype(jnp.float32))
         gated = (self.norm(out).astype(jnp.float32) * gate).astype(out.dtype)
-        return self.out_proj.partial(gated.reshape(*out.shape[:2], -1))
+        return gated.reshape(*out.shape[:2], -1)
 
     def commit_weights(self) -> RecurrentWeights:
         """What a commit of this layer reads of the parameters."""

@@ -12,11 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import linear_chain
 from pallas_kernels.fused_norm import add_rms_norm, rms_norm
+from pallas_kernels.linear_chain import ChainWeights, Turns
 from pallas_kernels.streaming_matmul import PartialSums, partial_sums, runs_kernel, streaming_matmul, streaming_swiglu
 
-# How products with a weight matrix are computed: "xla", or an implementation of `pallas_kernels.streaming_matmul`, None
-# to let it choose by what was measured. Read while tracing: set it before anything is compiled.
+# How products with a weight matrix are computed: "xla"; "mosaic_gpu" (all by `pallas_kernels.streaming_matmul`);
+# "chain" (all that `pallas_kernels.linear_chain` can take); None to choose by what was measured. Read while tracing:
+# set it before anything is compiled.
 MATMUL: str | None = None
 
 
@@ -37,7 +40,7 @@ def _streams(x: jax.Array, weight: jax.Array, **options) -> bool:
     """Whether a product is for the streaming kernel."""
     if MATMUL == "xla" or _ONLY_XLA.get():
         return False
-    return runs_kernel(x, weight, implementation=MATMUL, **options)
+    return runs_kernel(x, weight, implementation=None if MATMUL == "chain" else MATMUL, **options)
 
 
 def precision_of(dtype: jnp.dtype) -> lax.Precision | None:
@@ -146,3 +149,46 @@ class MLP(nn.Module):
     def partial(self, x: jax.Array) -> jax.Array | PartialSums:
         """See `Linear.partial`."""
         return self.down_proj.partial(gated_linear(x, self.gate_up_proj.weight))
+
+
+def between_mixers(
+    mixed: jax.Array, stream: jax.Array, out: Linear, norm: RMSNorm, mlp: nn.Module, next_norm: RMSNorm,
+    entry: Linear | None, turns: Turns,
+) -> tuple[jax.Array, jax.Array | PartialSums]:  # fmt: skip
+    """What a decoder block does after its mixer, and the next one before its own.
+
+    Args:
+      mixed: [B, N, A], of the mixer.
+      stream: [B, N, E], the residual stream before the block.
+      out: projection of `mixed` to E.
+      norm: before the feed-forward block.
+      mlp: an `MLP`, or a mixture of experts.
+      next_norm: after the block: the next one's first, or the final one.
+      entry: first projection of the next mixer, or None.
+      turns: of this pass.
+
+    Returns:
+      The residual stream after the block, and `entry` (or nothing) of its norm.
+    """
+    if isinstance(mlp, MLP) and out.bias is None and (entry is None or entry.bias is None):
+        weights = ChainWeights(
+            out.weight, norm.weight, mlp.gate_up_proj.weight, mlp.down_proj.weight, next_norm.weight,
+            None if entry is None else entry.weight,
+        )  # fmt: skip
+        options = dict(eps=norm.eps, zero_centred=norm.zero_centred)
+        if (next_norm.eps, next_norm.zero_centred) == (norm.eps, norm.zero_centred) and _chains(
+            mixed, stream, weights, options
+        ):
+            return linear_chain.linear_chain(mixed, stream, weights, turns, implementation="mosaic_gpu", **options)
+    stream, normed = norm.add(stream, out.partial(mixed))
+    stream, normed = next_norm.add(stream, mlp.partial(normed) if isinstance(mlp, MLP) else mlp(normed))
+    return stream, normed if entry is None else entry.partial(normed)
+
+
+def _chains(mixed: jax.Array, stream: jax.Array, weights: ChainWeights, options: dict) -> bool:
+    """Whether a chain is for the kernel that runs it as one."""
+    if MATMUL in ("xla", "mosaic_gpu") or _ONLY_XLA.get():
+        return False
+    if MATMUL == "chain":
+        return linear_chain.supported(mixed, stream, weights, **options)
+    return linear_chain.runs_kernel(mixed, stream, weights, **options)

@@ -52,14 +52,14 @@ def target_features(
             x = x + mix_rows(block.linear_attn, h, starts)
         else:
             attention = block.self_attn
-            q, k, v, gate = attention.project(h, rope)
+            q, k, v, gate = attention.heads(attention.qkv_proj(h), rope)
             first = _window_start(index, starts, c.sliding_windows[i])
             out = block_attention(
                 AttentionSpec(scale=c.head_dim**-0.5, chunk_bytes=chunk_bytes),
                 q.reshape(b, length // slots, slots, c.num_heads, c.head_dim), k, v,
                 first.reshape(b, -1, slots), (index + 1).reshape(b, -1, slots),
             )  # fmt: skip
-            x = x + attention.finish(out.reshape(b, length, c.num_heads, c.head_dim), gate)
+            x = x + attention.o_proj(attention.gated(out.reshape(b, length, c.num_heads, c.head_dim), gate))
         x = x + block.mlp(block.post_attention_layernorm(x))
         if i in taps:
             tapped.append(x)

@@ -57,7 +57,7 @@ def mix_rows(mixer: GatedDeltaNet, x: jax.Array, starts: jax.Array) -> jax.Array
     operands = tuple(chunks(array) for array in (q, k, v, log_decay, beta))
     _, out = jax.lax.scan(step, states, (*operands, pack_bits(seen)))
     out = out.swapaxes(0, 1).reshape(b, length + spare, *v.shape[2:])[:, :length]
-    return mixer.finish(out, z)
+    return mixer.out_proj(mixer.gated(out, z))
 
 
 def _taps(inputs: jax.Array, index: jax.Array, starts: jax.Array, kernel: int) -> list[jax.Array]:

@@ -1,0 +1,62 @@
+"""The chain by XLA, and which implementation is chosen."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from linear_chain_suite import EPS, Case, LinearChainSuite, make_operands
+
+from pallas_kernels.linear_chain import Turns, linear_chain, runs_kernel, supported
+from pallas_kernels.linear_chain.config import Chain, Config, Cut, choose
+
+SMALL = Case(rows=4, mixed=128, hidden=256, intermediate=128, projected=64, dtype="float32")
+
+
+class TestXla(LinearChainSuite):
+    cases = (
+        SMALL,
+        Case(rows=3, mixed=96, hidden=64, intermediate=160, dtype="float32", zero_centred=True),
+        Case(rows=17, mixed=128, hidden=128, intermediate=128, projected=96),
+    )
+
+    def run(self, case, mixed, stream, weights):
+        options = dict(eps=EPS, zero_centred=case.zero_centred, implementation="xla")
+        return linear_chain(mixed, stream, weights, Turns(), **options)
+
+
+def test_leading_axes_are_kept():
+    mixed, stream, weights = make_operands(SMALL)
+    total, projected = linear_chain(mixed[None], stream[None], weights, Turns(), eps=EPS)
+    assert total.shape == (1, 4, 256) and projected.shape == (1, 4, 64)
+
+
+def test_arrays_that_contradict_each_other_are_refused_by_name():
+    mixed, stream, weights = make_operands(SMALL)
+    with pytest.raises(ValueError, match=r"mixed must be \(4, 'A'\) of float32"):
+        linear_chain(mixed[:3], stream, weights, Turns(), eps=EPS)
+    with pytest.raises(ValueError, match=r"out must be \(128, 128\) of float32"):
+        linear_chain(mixed, stream[:, :128], weights, Turns(), eps=EPS)
+    with pytest.raises(ValueError, match="implementation must be"):
+        linear_chain(mixed, stream, weights, Turns(), eps=EPS, implementation="cuda")
+
+
+def test_what_the_kernel_cannot_do_is_refused_by_name():
+    mixed, stream, weights = make_operands(SMALL)
+    with pytest.raises(NotImplementedError, match="dtype float32"):
+        linear_chain(mixed, stream, weights, Turns(), eps=EPS, implementation="mosaic_gpu")
+    assert not supported(mixed, stream, weights, eps=EPS)
+    assert not runs_kernel(mixed, stream, weights, eps=EPS)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (mixed, stream, vars(weights)))
+    rows = jnp.broadcast_to(half[0][:1], (129, 128)), jnp.broadcast_to(half[1][:1], (129, 256))
+    with pytest.raises(NotImplementedError, match="129 rows"):
+        linear_chain(*rows, type(weights)(**half[2]), Turns(), eps=EPS, implementation="mosaic_gpu")
+
+
+def test_sizes_that_do_not_fit_are_refused_by_name():
+    chain = Chain(rows=64, mixed=256, hidden=256, intermediate=256)
+    good = choose(chain)
+    good.check(chain)
+    with pytest.raises(ValueError, match=r"out\.splits must be 1\.\.E / block"):
+        Config(**vars(good) | dict(out=Cut(64, 5))).check(chain)
+    with pytest.raises(ValueError, match="consumers must be"):
+        Config(**vars(good) | dict(consumers=2)).check(chain)
+    assert choose(Chain(rows=1, mixed=256, hidden=192, intermediate=256)) is None  # norms take 128 columns at a time
