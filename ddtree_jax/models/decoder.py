@@ -17,14 +17,14 @@ import jax.numpy as jnp
 from ddtree_jax.config import TargetConfig
 from ddtree_jax.models.cache import KVCache, TreeKV
 from ddtree_jax.models.gated_delta import GatedDeltaNet
-from ddtree_jax.models.layers import MLP, Linear, Link, RMSNorm, linear
+from ddtree_jax.models.layers import MLP, Linear, RMSNorm, between_mixers, linear
 from ddtree_jax.models.moe import MoE
 from ddtree_jax.models.recurrent import RecurrentWeights, conv_rows
 from ddtree_jax.models.rope import rope_tables
 from pallas_kernels.fused_norm import Heads, qk_norm_rope
 from pallas_kernels.linear_chain import Turns
 from pallas_kernels.streaming_matmul import PartialSums
-from pallas_kernels.tree_attention import SplitAttention, tree_attention
+from pallas_kernels.tree_attention import tree_attention
 
 
 @flax.struct.dataclass
@@ -72,19 +72,14 @@ class Attention(nn.Module):
         """The projection of what the mixer yields."""
         return self.o_proj
 
-    def __call__(self, projected, merge: bool, rope, ancestors, positions, cache: KVCache, layer: int):
-        """From `entry` of the normed stream, [B, N, (H + 2 K) D or more], to [B, N, H D] for `out`, and its rows.
-
-        Args:
-          merge: whether the splits of the attention must be merged.
-        """
+    def __call__(self, projected, rope, ancestors, positions, cache: KVCache, layer: int):
+        """From `entry` of the normed stream, [B, N, (H + 2 K) D or more], to [B, N, H D] for `out`, and its rows."""
         q, k, v, gate = self.heads(projected, rope)
         out = tree_attention(
             q, cache.keys, cache.values, cache.length, k, v, ancestors, scale=self.config.head_dim**-0.5,
             sliding_window=self.sliding_window, positions=positions, layer=layer,
-            merge=merge or self.config.attention_gate,
         )  # fmt: skip
-        return out if isinstance(out, SplitAttention) else self.gated(out, gate), (k, v)
+        return self.gated(out, gate), (k, v)
 
     def heads(self, projected: jax.Array | PartialSums, rope) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """-> queries [B, N, H, D], keys, values [B, K, N, D], and output gates [B, N, H or 0, D]."""
@@ -133,10 +128,11 @@ class Block(nn.Module):
         Returns:
           The residual stream after this block, what `following` makes of it, the mixer's rows.
         """
-        link = Link(self.mixer.out, self.post_attention_layernorm, self.mlp, *following)
-        chains = link.chains(jax.ShapeDtypeStruct((*x.shape[:2], self.mixer.out.in_features), x.dtype), x)
-        mixed, tree_kv = self.mixer(projected, not chains, *mixer_args)
-        return *link(mixed, x, turns), tree_kv
+        mixed, tree_kv = self.mixer(projected, *mixer_args)
+        x, projected = between_mixers(
+            mixed, x, self.mixer.out, self.post_attention_layernorm, self.mlp, *following, turns
+        )
+        return x, projected, tree_kv
 
 
 class Decoder(nn.Module):

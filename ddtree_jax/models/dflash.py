@@ -14,13 +14,13 @@ import numpy as np
 from ddtree_jax.config import DrafterConfig
 from ddtree_jax.models.cache import KVCache, TreeKV, append_rows
 from ddtree_jax.models.dynamic_conv import DynamicConv, causal_conv
-from ddtree_jax.models.layers import MLP, Linear, Link, RMSNorm, linear, split_heads
+from ddtree_jax.models.layers import MLP, Linear, RMSNorm, between_mixers, linear, split_heads
 from ddtree_jax.models.rope import rope_tables
 from ddtree_jax.models.selector import CandidateSelector
 from ddtree_jax.tree import static_bits
 from pallas_kernels.fused_norm import apply_rope
 from pallas_kernels.linear_chain import Turns
-from pallas_kernels.tree_attention import SplitAttention, tree_attention
+from pallas_kernels.tree_attention import tree_attention
 
 
 def block_visibility(slots: int, causal: bool, sliding_window: int | None) -> np.ndarray:
@@ -49,19 +49,17 @@ class DraftAttention(nn.Module):
         k, v = jnp.split(split_heads(self.kv_proj(x), 2 * self.config.num_kv_heads), 2, axis=2)
         return apply_rope(self.k_norm(k), *rope).swapaxes(1, 2), v.swapaxes(1, 2)
 
-    def __call__(
-        self, x: jax.Array, merge: bool, rope, positions: jax.Array, cache: KVCache, layer: int
-    ) -> jax.Array | SplitAttention:
-        """[B, S, E] -> [B, S, H D] for `o_proj`; `merge` says whether the splits of the attention must be merged."""
+    def __call__(self, x: jax.Array, rope, positions: jax.Array, cache: KVCache, layer: int) -> jax.Array:
+        """[B, S, E] -> [B, S, H D] for `o_proj`."""
         c = self.config
         q = apply_rope(self.q_norm(split_heads(self.q_proj(x), c.num_heads)), *rope)
         k, v = self.keys_values(x, rope)
         seen = jnp.asarray(static_bits(block_visibility(x.shape[1], self.causal, self.sliding_window)))
         out = tree_attention(
             q, cache.keys, cache.values, cache.length, k, v, jnp.broadcast_to(seen[None], (x.shape[0], *seen.shape)),
-            scale=c.head_dim**-0.5, sliding_window=self.sliding_window, positions=positions, layer=layer, merge=merge,
+            scale=c.head_dim**-0.5, sliding_window=self.sliding_window, positions=positions, layer=layer,
         )  # fmt: skip
-        return out if isinstance(out, SplitAttention) else out.reshape(*out.shape[:2], -1)
+        return out.reshape(*out.shape[:2], -1)
 
 
 class DraftBlock(nn.Module):
@@ -82,12 +80,11 @@ class DraftBlock(nn.Module):
     def __call__(self, x, n, next_norm: RMSNorm, turns: Turns, *attention_args):
         """The residual stream [B, S, E] and its norm before this layer -> the same after it, by the next one's norm."""
         if not self.config.conv_taps:
-            out = self.self_attn.o_proj
-            link = Link(out, self.post_attention_layernorm, self.mlp, next_norm, None)
-            chains = link.chains(jax.ShapeDtypeStruct((*x.shape[:2], out.in_features), x.dtype), x)
-            return link(self.self_attn(n, not chains, *attention_args), x, turns)
+            mixed = self.self_attn(n, *attention_args)
+            norm = self.post_attention_layernorm
+            return between_mixers(mixed, x, self.self_attn.o_proj, norm, self.mlp, next_norm, None, turns)
         before, after = self.attention_conv.kernels(n)
-        mixed = self.self_attn.o_proj(self.self_attn(causal_conv(n, before), True, *attention_args))
+        mixed = self.self_attn.o_proj(self.self_attn(causal_conv(n, before), *attention_args))
         x, n = self.post_attention_layernorm.add(x, causal_conv(mixed, after))
         before, after = self.mlp_conv.kernels(n)
         return next_norm.add(x, causal_conv(self.mlp(causal_conv(n, before)), after))

@@ -50,7 +50,6 @@ class GatedDeltaNet(nn.Module):
     def __call__(
         self,
         projected: jax.Array | PartialSums,
-        merge: bool,
         ancestors: jax.Array,
         conv_rows: jax.Array,
         memory: RecurrentState,
@@ -60,7 +59,6 @@ class GatedDeltaNet(nn.Module):
 
         Args:
           projected: [B, N, rows of `in_proj`], `entry` of the normed stream.
-          merge: of no meaning here (`decoder.Attention`).
           ancestors: [B, N, ceil(N / 32)] uint32.
           conv_rows: [B, N, W] int32, see `recurrent.conv_rows`.
           memory: of all recurrent layers; only read.

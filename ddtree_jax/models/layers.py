@@ -5,7 +5,6 @@ Shape letters: B slots, N tokens of the pass, H query heads, K key/value heads, 
 
 import contextlib
 import contextvars
-import dataclasses
 from collections.abc import Iterator
 
 import flax.linen as nn
@@ -17,7 +16,6 @@ from pallas_kernels import linear_chain
 from pallas_kernels.fused_norm import add_rms_norm, rms_norm
 from pallas_kernels.linear_chain import ChainWeights, Turns
 from pallas_kernels.streaming_matmul import PartialSums, partial_sums, runs_kernel, streaming_matmul, streaming_swiglu
-from pallas_kernels.tree_attention import SplitAttention
 
 # How products with a weight matrix are computed: "xla"; "mosaic_gpu" (all by `pallas_kernels.streaming_matmul`);
 # "chain" (all that `pallas_kernels.linear_chain` can take); None to choose by what was measured. Read while tracing:
@@ -153,63 +151,44 @@ class MLP(nn.Module):
         return self.down_proj.partial(gated_linear(x, self.gate_up_proj.weight))
 
 
-@dataclasses.dataclass(frozen=True)
-class Link:
+def between_mixers(
+    mixed: jax.Array, stream: jax.Array, out: Linear, norm: RMSNorm, mlp: nn.Module, next_norm: RMSNorm,
+    entry: Linear | None, turns: Turns,
+) -> tuple[jax.Array, jax.Array | PartialSums]:  # fmt: skip
     """What a decoder block does after its mixer, and the next one before its own.
 
-    Attributes:
-      out: projection of the mixer's result to E.
+    Args:
+      mixed: [B, N, A], of the mixer.
+      stream: [B, N, E], the residual stream before the block.
+      out: projection of `mixed` to E.
       norm: before the feed-forward block.
       mlp: an `MLP`, or a mixture of experts.
       next_norm: after the block: the next one's first, or the final one.
       entry: first projection of the next mixer, or None.
+      turns: of this pass.
+
+    Returns:
+      The residual stream after the block, and `entry` (or nothing) of its norm.
     """
-
-    out: Linear
-    norm: RMSNorm
-    mlp: nn.Module
-    next_norm: RMSNorm
-    entry: Linear | None
-
-    def __call__(
-        self, mixed: jax.Array | SplitAttention, stream: jax.Array, turns: Turns
-    ) -> tuple[jax.Array, jax.Array | PartialSums]:
-        """From what the mixer leaves to what the next one starts from.
-
-        Args:
-          mixed: [B, N, A], of the mixer.
-          stream: [B, N, E], the residual stream before the block.
-          turns: of this pass.
-
-        Returns:
-          The residual stream after the block, and `entry` (or nothing) of its norm.
-        """
-        if self.chains(mixed, stream):
-            options = dict(implementation="mosaic_gpu", **self._norms)
-            return linear_chain.linear_chain(mixed, stream, self._weights, turns, **options)
-        stream, normed = self.norm.add(stream, self.out.partial(mixed))
-        update = self.mlp.partial(normed) if isinstance(self.mlp, MLP) else self.mlp(normed)
-        stream, normed = self.next_norm.add(stream, update)
-        return stream, normed if self.entry is None else self.entry.partial(normed)
-
-    def chains(self, mixed: jax.Array | jax.ShapeDtypeStruct | SplitAttention, stream: jax.Array) -> bool:
-        """Whether all of it is for the kernel that runs it as one."""
-        biases = [x.bias for x in (self.out, self.entry) if x is not None and x.bias is not None]
-        norms = [(x.eps, x.zero_centred) for x in (self.norm, self.next_norm)]
-        if MATMUL in ("xla", "mosaic_gpu") or _ONLY_XLA.get():
-            return False
-        if not isinstance(self.mlp, MLP) or biases or norms[0] != norms[1]:
-            return False
-        answer = linear_chain.supported if MATMUL == "chain" else linear_chain.runs_kernel
-        return answer(mixed, stream, self._weights, **self._norms)
-
-    @property
-    def _norms(self) -> dict:
-        return dict(eps=self.norm.eps, zero_centred=self.norm.zero_centred)
-
-    @property
-    def _weights(self) -> ChainWeights:
-        return ChainWeights(
-            self.out.weight, self.norm.weight, self.mlp.gate_up_proj.weight, self.mlp.down_proj.weight,
-            self.next_norm.weight, None if self.entry is None else self.entry.weight,
+    if isinstance(mlp, MLP) and out.bias is None and (entry is None or entry.bias is None):
+        weights = ChainWeights(
+            out.weight, norm.weight, mlp.gate_up_proj.weight, mlp.down_proj.weight, next_norm.weight,
+            None if entry is None else entry.weight,
         )  # fmt: skip
+        options = dict(eps=norm.eps, zero_centred=norm.zero_centred)
+        if (next_norm.eps, next_norm.zero_centred) == (norm.eps, norm.zero_centred) and _chains(
+            mixed, stream, weights, options
+        ):
+            return linear_chain.linear_chain(mixed, stream, weights, turns, implementation="mosaic_gpu", **options)
+    stream, normed = norm.add(stream, out.partial(mixed))
+    stream, normed = next_norm.add(stream, mlp.partial(normed) if isinstance(mlp, MLP) else mlp(normed))
+    return stream, normed if entry is None else entry.partial(normed)
+
+
+def _chains(mixed: jax.Array, stream: jax.Array, weights: ChainWeights, options: dict) -> bool:
+    """Whether a chain is for the kernel that runs it as one."""
+    if MATMUL in ("xla", "mosaic_gpu") or _ONLY_XLA.get():
+        return False
+    if MATMUL == "chain":
+        return linear_chain.supported(mixed, stream, weights, **options)
+    return linear_chain.runs_kernel(mixed, stream, weights, **options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,6 @@ from pallas_kernels.linear_chain import mosaic_gpu
 from pallas_kernels.linear_chain.config import MAX_ROWS, Chain, Config
 from pallas_kernels.linear_chain.mosaic_gpu import new_counters
 from pallas_kernels.streaming_matmul import PartialSums, streaming_matmul, streaming_swiglu
-from pallas_kernels.tree_attention import SplitAttention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,19 +50,18 @@ class Turns:
     """
 
     def __init__(self):
-        self._shared: dict[bool, tuple[jax.Array, int]] = {}  # (counters, turn) of chains that begin alike
+        self._counters, self._turn = new_counters(), 0
 
-    def run(self, operands: dict[str, jax.Array], *, chain: Chain, config: Config) -> dict[str, jax.Array]:
+    def run(self, operands: dict[str, jax.Array], **options: Any) -> dict[str, jax.Array]:
         """`mosaic_gpu.run` as the next of the pass."""
-        counters, turn = self._shared.get(chain.attention is not None) or (new_counters(), 0)
-        number = jnp.full((1,), turn, jnp.int32)
-        results, counters = mosaic_gpu.run(operands, counters, number, chain=chain, config=config)
-        self._shared[chain.attention is not None] = (counters, turn + 1)
+        turn = jnp.full((1,), self._turn, jnp.int32)
+        results, self._counters = mosaic_gpu.run(operands, self._counters, turn, **options)
+        self._turn += 1
         return results
 
 
 def linear_chain(
-    mixed: jax.Array | SplitAttention,  # [..., A]
+    mixed: jax.Array,  # [..., A]
     stream: jax.Array,  # [..., E]
     weights: ChainWeights,
     turns: Turns,
@@ -83,7 +82,7 @@ def linear_chain(
     ended: no second kernel of the kind on another stream. It has no gradient.
 
     Args:
-      mixed: float32, float16 or bfloat16; or an attention whose splits the kernel is to merge, A = H * D.
+      mixed: float32, float16 or bfloat16.
       stream: the residual stream, of the same dtype.
       weights: of the same dtype.
       turns: of this pass.
@@ -99,28 +98,20 @@ def linear_chain(
       NotImplementedError: the implementation asked for cannot do this call; the message names what.
     """
     if not runs_kernel(mixed, stream, weights, eps=eps, zero_centred=zero_centred, implementation=implementation):
-        if isinstance(mixed, SplitAttention):
-            raise NotImplementedError("an attention in splits is for the GPU kernel only")
         return _by_products(mixed, stream, weights, eps, zero_centred)
     chain = make_chain(mixed, weights, eps, zero_centred)
     found = turns.run(operands(chain, mixed, stream, weights), chain=chain, config=config or configs.choose(chain))
     if weights.next is None:
         return results(chain, found, stream)
-    return found["total"].reshape(stream.shape), PartialSums(found["projected"], stream.shape[:-1], chain.dtype)
+    return found["total"].reshape(stream.shape), PartialSums(found["projected"], mixed.shape[:-1], chain.dtype)
 
 
-def operands(
-    chain: Chain, mixed: jax.Array | SplitAttention, stream: jax.Array, weights: ChainWeights
-) -> dict[str, jax.Array]:
+def operands(chain: Chain, mixed: jax.Array, stream: jax.Array, weights: ChainWeights) -> dict[str, jax.Array]:
     """What the kernel takes."""
-    if isinstance(mixed, SplitAttention):
-        first = dict(attention_parts=mixed.parts, attention_sums=mixed.sums)
-    else:
-        spare = chain.padded_rows - chain.rows
-        rows = mixed.reshape(chain.rows, chain.mixed)
-        first = dict(mixed=jnp.pad(rows, ((0, spare), (0, 0))) if spare else rows)
+    spare = chain.padded_rows - chain.rows
+    rows = mixed.reshape(chain.rows, chain.mixed)
     found = dict(
-        first,
+        mixed=jnp.pad(rows, ((0, spare), (0, 0))) if spare else rows,
         stream=stream.reshape(chain.rows, chain.hidden),
         out_weight=weights.out,
         norm_weight=weights.norm,
@@ -140,8 +131,8 @@ def results(chain: Chain, found: dict[str, jax.Array], stream: jax.Array) -> tup
 
 
 def runs_kernel(
-    mixed: jax.Array | SplitAttention, stream: jax.Array, weights: ChainWeights, *, eps: float,
-    zero_centred: bool = False, implementation: str | None = None,
+    mixed: jax.Array, stream: jax.Array, weights: ChainWeights, *, eps: float, zero_centred: bool = False,
+    implementation: str | None = None,
 ) -> bool:  # fmt: skip
     """Whether a chain is for the GPU kernel; arguments and errors as those of `linear_chain`."""
     _check(mixed, stream, weights, implementation)
@@ -153,12 +144,7 @@ def runs_kernel(
 
 
 def supported(
-    mixed: jax.Array | SplitAttention,
-    stream: jax.Array,
-    weights: ChainWeights,
-    *,
-    eps: float,
-    zero_centred: bool = False,
+    mixed: jax.Array, stream: jax.Array, weights: ChainWeights, *, eps: float, zero_centred: bool = False
 ) -> bool:
     """Whether the GPU kernel can take a chain; arguments and ValueError as those of `linear_chain`."""
     _check(mixed, stream, weights, None)
@@ -178,27 +164,18 @@ def unsupported(chain: Chain) -> str | None:
     return None
 
 
-def make_chain(mixed: jax.Array | SplitAttention, weights: ChainWeights, eps: float, zero_centred: bool) -> Chain:
+def make_chain(mixed: jax.Array, weights: ChainWeights, eps: float, zero_centred: bool) -> Chain:
     """The sizes of a call."""
-    leading, features = _mixed_shape(mixed)
     return Chain(
-        rows=math.prod(leading),
-        mixed=features,
+        rows=math.prod(mixed.shape[:-1]),
+        mixed=mixed.shape[-1],
         hidden=weights.norm.shape[0],
         intermediate=weights.down.shape[1],
         projected=0 if weights.next is None else weights.next.shape[0],
         dtype=mixed.dtype.name,
         eps=eps,
         zero_centred=zero_centred,
-        attention=mixed.plan if isinstance(mixed, SplitAttention) else None,
     )
-
-
-def _mixed_shape(mixed: jax.Array | SplitAttention) -> tuple[tuple[int, ...], int]:
-    """Leading axes, and columns."""
-    if isinstance(mixed, SplitAttention):
-        return mixed.shape[:2], mixed.plan.features
-    return mixed.shape[:-1], mixed.shape[-1]
 
 
 def _by_products(mixed, stream, weights: ChainWeights, eps: float, zero_centred: bool):
@@ -217,14 +194,13 @@ def _check(mixed, stream, weights: ChainWeights, implementation) -> None:
     """Raises ValueError where the arguments contradict each other."""
     choice.check(implementation)
     hidden, features = stream.shape[-1], weights.down.shape[-1]
-    leading, columns = _mixed_shape(mixed)
     expected = dict(
-        out=(hidden, columns), norm=(hidden,), gate_up=(2 * features, hidden), down=(hidden, features),
+        out=(hidden, mixed.shape[-1]), norm=(hidden,), gate_up=(2 * features, hidden), down=(hidden, features),
         next_norm=(hidden,),
     )  # fmt: skip
     if weights.next is not None:
         expected["next"] = (weights.next.shape[0], hidden)
-    if leading != stream.shape[:-1] or mixed.dtype != stream.dtype:
+    if mixed.ndim < 1 or mixed.shape[:-1] != stream.shape[:-1] or mixed.dtype != stream.dtype:
         expectation = f"{(*stream.shape[:-1], 'A')} of {stream.dtype} like stream"
         raise ValueError(f"mixed must be {expectation}, got {mixed.shape} of {mixed.dtype}")
     for name, shape in expected.items():

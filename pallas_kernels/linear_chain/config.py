@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.mosaic_gpu_layouts import ROWS, copied_rows
 from pallas_kernels.streaming_matmul.config import Shape
-from pallas_kernels.tree_attention.splits import MergePlan
 
 MAX_ROWS = 128  # more are bound by arithmetic, where XLA is as good
 MULTIPROCESSORS = 132
@@ -32,7 +31,6 @@ class Chain:
       projected: Q, rows of the next mixer's projection; 0 to end with the norm before it.
       dtype: of everything but partial sums, by name.
       eps, zero_centred: of both norms.
-      attention: if the mixer's result is still to be merged, how it is split.
     """
 
     rows: int
@@ -43,7 +41,6 @@ class Chain:
     dtype: str = "bfloat16"
     eps: float = 1e-6
     zero_centred: bool = False
-    attention: MergePlan | None = None
 
     @property
     def shapes(self) -> dict[str, Shape]:
@@ -59,12 +56,6 @@ class Chain:
             for name, (f, i, p) in sizes.items()
             if f
         }
-
-    @property
-    def merged_rows(self) -> int:
-        """Rows of the merged attention: whole tiles of it."""
-        plan = self.attention
-        return max(self.padded_rows, (plan.slots - 1) * plan.nodes + plan.rows.node_tiles * plan.rows.nodes_per_tile)
 
     @property
     def padded_rows(self) -> int:

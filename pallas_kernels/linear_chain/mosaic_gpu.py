@@ -35,7 +35,7 @@ from jaxlib.mlir.dialects import arith, memref
 
 from pallas_kernels.fused_norm.mosaic_gpu_add import vector
 from pallas_kernels.linear_chain.config import PRODUCER_REGISTERS, REDUCTION_BYTES, Chain, Config, Cut
-from pallas_kernels.mosaic_gpu_layouts import COLUMN, MATRIX, ROWS, across, tiled
+from pallas_kernels.mosaic_gpu_layouts import MATRIX, ROWS, tiled
 from pallas_kernels.streaming_matmul.config import Shape
 
 
@@ -60,26 +60,14 @@ class Norm:
     normed: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Merge:
-    """A step: out = the splits of an attention, merged by the logarithms of their sums."""
-
-    parts: str
-    sums: str
-    out: str
-
-
-Step = Product | Norm | Merge
-_MERGED_COLUMNS = 32  # of head_dim that a thread block merges at a time
+Step = Product | Norm
 COUNTERS = 8  # one for each step that another one follows, and some
 
 
 def steps(chain: Chain) -> tuple[Step, ...]:
     """The chain in its order; names are those of its arrays."""
     last = (Product("next", "next_normed", "next_weight", "projected"),) if chain.projected else ()
-    first = () if chain.attention is None else (Merge("attention_parts", "attention_sums", "mixed"),)
     return (
-        *first,
         Product("out", "mixed", "out_weight", "out_parts"),
         Norm("stream", "out_parts", "norm_weight", "middle", "normed"),
         Product("gate_up", "normed", "gate_up_weight", "activated"),
@@ -106,11 +94,7 @@ def results(chain: Chain, config: Config) -> dict[str, jax.ShapeDtypeStruct]:
         total=jax.ShapeDtypeStruct(hidden, chain.dtype),
         next_normed=jax.ShapeDtypeStruct((rows, chain.hidden), chain.dtype),
     )
-    if chain.projected:
-        found["projected"] = parts("next", chain.projected)
-    if chain.attention is not None:
-        found["mixed"] = jax.ShapeDtypeStruct((chain.merged_rows, chain.mixed), chain.dtype)
-    return found
+    return found | (dict(projected=parts("next", chain.projected)) if chain.projected else {})
 
 
 def new_counters() -> jax.Array:
@@ -144,21 +128,14 @@ def run_by_steps(
     """`run` with a launch for each step, for the interpreter, which knows no counters between thread blocks."""
     known = dict(operands)
     for step in steps(chain):
-        known |= run_step(chain, config, step, known, interpret)
+        known |= _call(chain, config, (step,), known, interpret)
     return {name: known[name] for name in results(chain, config)}
-
-
-def run_step(chain: Chain, config: Config, step: Step, operands: dict[str, jax.Array], interpret):
-    """What one step alone writes."""
-    return _call(chain, config, (step,), operands, interpret)
 
 
 def _names(step: Step) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Arrays that a step reads and writes."""
     if isinstance(step, Product):
         return (step.x, step.weight), (step.out,)
-    if isinstance(step, Merge):
-        return (step.parts, step.sums), (step.out,)
     return (step.stream, step.parts, step.weight), (step.total, step.normed)
 
 
@@ -244,7 +221,7 @@ class _Worker:
     # Between steps.
 
     def arrivals(self, index: int) -> int:
-        """Who adds to the counter of a step: all consumers after a product, else the first of each block."""
+        """Who adds to the counter of a step: all consumers after a product, the first of each block after a norm."""
         return self.config.workers * (self.config.consumers if isinstance(self.program[index], Product) else 1)
 
     def wait_for(self, name: str) -> None:
@@ -346,8 +323,8 @@ class _Worker:
 
                 @pl.when(wg == 0)
                 def _(index=index, step=step):
-                    with jax.named_scope(type(step).__name__):
-                        (self.merge if isinstance(step, Merge) else self.normalise)(step)
+                    with jax.named_scope(f"norm to {step.normed}"):
+                        self.normalise(step)
                         self.signal(index)
 
     def multiply(self, product: Product, wg, w_count, x_count):
@@ -455,47 +432,6 @@ class _Worker:
 
         lax.fori_loop(0, _share(chain.rows, workers, self.worker), one, None)
 
-    # Attention.
-
-    def merge(self, step: Merge) -> None:
-        """Weighs the splits by their sums: some columns of one tile of 64 rows at a time."""
-        plan, arrays = self.chain.attention, self.arrays
-        rows, columns = plan.rows, math.gcd(_MERGED_COLUMNS, plan.head_dim)
-        chunks = plan.head_dim // columns
-        target, parts, sums = arrays[step.out], arrays[step.parts], arrays[step.sums]
-        load = functools.partial(plgpu.load, optimized=False)
-
-        def one(n, _):
-            unit = self.worker + n * self.config.workers
-            chunk, unit = lax.rem(unit, chunks), lax.div(unit, chunks)
-            tile, unit = lax.rem(unit, rows.tiles), lax.div(unit, rows.tiles)
-            head, slot = lax.rem(unit, plan.kv_heads), lax.div(unit, plan.kv_heads)
-            first = ((slot * plan.kv_heads + head) * plan.tile_stride + tile) * plan.splits
-            some = pl.ds(chunk * columns, columns)
-            logs = [load(sums.at[first + s], layout=COLUMN) for s in range(plan.splits)]
-            found = [load(parts.at[first + s, :, some], layout=MATRIX) for s in range(plan.splits)]
-            top = functools.reduce(jnp.maximum, logs)
-            weights = [jnp.exp2(x - top) for x in logs]
-            inverse = 1.0 / functools.reduce(jnp.add, weights)
-            scaled = [x.astype(jnp.float32) * across(w * inverse, x.shape) for x, w in zip(found, weights, strict=True)]
-            value = functools.reduce(jnp.add, scaled).astype(target.dtype)
-            row = slot * plan.nodes + lax.div(tile, rows.head_tiles) * rows.nodes_per_tile
-            member = head * rows.group + lax.rem(tile, rows.head_tiles) * rows.heads_per_tile
-            column = member * plan.head_dim + chunk * columns
-            heads = plan.live_rows // rows.nodes_per_tile
-            if self.interpreted:
-                for h in range(heads):
-                    some = pl.ds(column + h * plan.head_dim, columns)
-                    live = slice(h * rows.nodes_per_tile, (h + 1) * rows.nodes_per_tile)
-                    target[pl.ds(row, rows.nodes_per_tile), some] = value[live]
-            else:
-                width = (heads - 1) * plan.head_dim + columns
-                place = target.at[pl.ds(row, rows.nodes_per_tile), pl.ds(column, width)]
-                _store(place, value, plan.live_rows, fold=(rows.nodes_per_tile, plan.head_dim))
-
-        units = plan.slots * plan.kv_heads * rows.tiles * chunks
-        lax.fori_loop(0, _share(units, self.config.workers, self.worker), one, None)
-
 
 class _Items:
     """What one thread block does of a product: item i is tile i // splits and split i % splits.
@@ -573,24 +509,19 @@ def _wait(counter, turn, arrivals: int) -> None:
     wait(counter, turn)
 
 
-def _store(target, value, rows: int, fold: tuple[int, int] | None = None) -> None:
-    """target[:] = value for the first `rows` of 64 rows, each thread its own registers and nothing awaited.
-
-    Args:
-      fold: (rows, columns) where every so many rows go beside each other, so many columns apart.
-    """
+def _store(target, value, rows: int) -> None:
+    """target[:] = value for the first `rows` of 64 rows, each thread its own registers and nothing awaited."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), MATRIX))
     def store(ctx, target, value):
-        constant = functools.partial(arith.constant, ir.IndexType.get())
         for (row, column), register in zip(value.layout.thread_idxs(value.shape), value.registers.flat, strict=True):
-            live = arith.cmpi(arith.CmpIPredicate.ult, row, constant(rows)) if rows < ROWS else None
-            if fold is not None and fold[0] < ROWS:
-                beside = arith.muli(arith.divui(row, constant(fold[0])), constant(fold[1]))
-                row, column = arith.remui(row, constant(fold[0])), arith.addi(column, beside)
             pointer = mosaic_utils.memref_ptr(mosaic_utils.memref_slice(target, (row, column)))
             bits = mosaic_utils.bitwidth(register.type)
             word = mosaic_utils.bitcast(register, ir.IntegerType.get_signless(bits))
+            live = None
+            if rows < ROWS:
+                limit = arith.constant(ir.IndexType.get(), rows)
+                live = arith.cmpi(arith.CmpIPredicate.ult, row, limit)
             text = f"st.global.b{bits} [$0], $1;"
             mosaic_utils.inline_ptx(text, pointer, word, predicate=live, has_side_effects=True)
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from pallas_kernels import choice
 from pallas_kernels.tree_attention import config, mosaic_gpu, reference
-from pallas_kernels.tree_attention.splits import SplitAttention
 
 
 def tree_attention(
@@ -28,9 +27,8 @@ def tree_attention(
     softcap: float | None = None,
     positions: jax.Array | None = None,  # [B, N] int32
     layer: int | None = None,
-    merge: bool = True,
     implementation: str | None = None,
-) -> jax.Array | SplitAttention:  # [B, N, H, D]
+) -> jax.Array:  # [B, N, H, D]
     """One softmax over the live prefix rows and the tree keys that each node may see.
 
     Query head h reads key/value head h // G. Every node sees all of the first `lengths[b]` cache rows; node i sees tree
@@ -55,14 +53,11 @@ def tree_attention(
         `sliding_window`.
       layer: which of the M layers of one cache array is meant. The GPU kernel reads it where it lies, and all layers
         share one compiled kernel.
-      merge: False leaves what the kernel's splits of the context found to be merged by the caller, where it has
-        split it: for `pallas_kernels.linear_chain`.
       implementation: "xla", "mosaic_gpu", or None to choose: "mosaic_gpu" on a Hopper GPU where it can, else "xla". The
         GPU kernel takes float16 and bfloat16, head_dim a multiple of 32 up to 256, and C a multiple of 8.
 
     Returns:
-      The attention output in q's dtype. A node that sees no key at all yields zeros. `SplitAttention` without `merge`,
-      if the context was split and its tiles are whole.
+      The attention output in q's dtype. A node that sees no key at all yields zeros.
 
     Raises:
       ValueError: the arguments contradict each other.
@@ -79,7 +74,7 @@ def tree_attention(
             k_cache, v_cache = k_cache[layer], v_cache[layer]
         return reference.tree_attention(q, k_cache, v_cache, *rest, **options)
     sizes = config.choose(q.shape, kv_heads, capacity)
-    return mosaic_gpu.tree_attention(q, k_cache, v_cache, *rest, **options, layer=layer, merge=merge, config=sizes)
+    return mosaic_gpu.tree_attention(q, k_cache, v_cache, *rest, **options, layer=layer, config=sizes)
 
 
 def paged_tree_attention(

@@ -33,7 +33,6 @@ from pallas_kernels.tree_attention.mosaic_gpu_attend import attend
 from pallas_kernels.tree_attention.mosaic_gpu_merge import call_merge, send
 from pallas_kernels.tree_attention.mosaic_gpu_static import LOG2E, LOWEST, Span, Static
 from pallas_kernels.tree_attention.mosaic_gpu_stream import produce
-from pallas_kernels.tree_attention.splits import MergePlan, SplitAttention
 
 
 def tree_attention(
@@ -51,39 +50,27 @@ def tree_attention(
     positions: jax.Array | None = None,  # [B, N] int32
     page_table: jax.Array | None = None,  # [B, M] int32, with a paged cache
     layer: int | None = None,
-    merge: bool = True,
     config: Config,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> jax.Array | SplitAttention:  # [B, N, H, D]
+) -> jax.Array:  # [B, N, H, D]
     """See `pallas_kernels.tree_attention`; the arguments are taken as checked and supported (`unsupported`)."""
     first_slot = None
     if layer is not None:  # slots of all layers in one line, of which this layer's begin somewhere
         first_slot = jnp.array([layer * k_cache.shape[1]], jnp.int32)
         k_cache, v_cache = (x.reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache))
-    plan = _merge_plan(q.shape, k_cache.shape[1], config)
-    merge = merge or config.splits == 1 or not plan.whole_tiles
-    results = _tree_attention(
+    return _tree_attention(
         q, k_cache, v_cache, lengths, k_tree, v_tree, ancestors, scale=scale, sliding_window=sliding_window,
-        softcap=softcap, positions=positions, page_table=page_table, first_slot=first_slot, merge=merge, config=config,
+        softcap=softcap, positions=positions, page_table=page_table, first_slot=first_slot, config=config,
         interpret=interpret,
     )  # fmt: skip
-    return results if merge else SplitAttention(*results, plan)
-
-
-def _merge_plan(shape: tuple[int, ...], kv_heads: int, config: Config) -> MergePlan:
-    """How the results of queries of this shape are split."""
-    slots, nodes, heads, head_dim = shape
-    rows = packing.plan_rows(copied_rows(nodes), heads // kv_heads)
-    stride = -(-rows.tiles // config.consumers) * config.consumers
-    return MergePlan(rows, stride, config.splits, slots, nodes, kv_heads, head_dim)
 
 
 # Jitted, and the layer a run-time value, so that the layers of a model share one trace and one lowering of each kernel
 # (seconds each).
-@functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "softcap", "merge", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("scale", "sliding_window", "softcap", "config", "interpret"))
 def _tree_attention(
     q, k_cache, v_cache, lengths, k_tree, v_tree, ancestors, *, scale, sliding_window, softcap, positions, page_table,
-    first_slot, merge, config, interpret,
+    first_slot, config, interpret,
 ):  # fmt: skip
     live_nodes = q.shape[1]
     if spare := copied_rows(live_nodes) - live_nodes:
@@ -119,8 +106,6 @@ def _tree_attention(
     key_slots = static.tree_blocks * static.tree_block
     operands["words"] = packing.row_words(ancestors, positions, sliding_window, static.plan, key_slots)
     results = _call(static, q.shape, tuple(operands), interpret)(*operands.values())
-    if not merge:
-        return tuple(results)
     out = call_merge(static, q.shape, interpret)(*results) if config.splits > 1 else results[0]
     return out[:, :live_nodes]
 

@@ -10,10 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.linear_chain import ChainWeights
-from pallas_kernels.mosaic_gpu_layouts import copied_rows
-from pallas_kernels.tree_attention import SplitAttention
-from pallas_kernels.tree_attention.packing import plan_rows
-from pallas_kernels.tree_attention.splits import MergePlan
 
 EPS = 1e-6
 TOLERANCE = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-5}  # relative, of a block of columns
@@ -93,24 +89,3 @@ class LinearChainSuite:
                 error = np.linalg.norm(np.asarray(got, np.float64)[:, block] - want[:, block])
                 error /= np.linalg.norm(want[:, block])
                 assert error <= TOLERANCE[case.dtype], f"{name}, columns from {first}: relative error {error:.2e}"
-
-
-def split_attention(slots: int, nodes: int, kv_heads: int, group: int, head_dim: int, splits: int, dtype="bfloat16"):
-    """Random results of an attention in splits, as its kernel lays them out, and what they merge to, [B * N, H * D]."""
-    rows = plan_rows(copied_rows(nodes), group)
-    plan = MergePlan(rows, rows.tiles + 1, splits, slots, nodes, kv_heads, head_dim)
-    rng = np.random.default_rng(nodes)
-    shape = (slots, kv_heads, plan.tile_stride, splits, 64)
-    parts = jnp.asarray(rng.standard_normal((*shape, head_dim), np.float32), dtype)
-    sums = 3 * rng.standard_normal(shape).astype(np.float32)
-    weights = np.exp2(sums.astype(np.float64))
-    merged = (np.asarray(parts, np.float64) * weights[..., None]).sum(3) / weights.sum(3)[..., None]
-    out = np.zeros((slots, nodes, kv_heads, group, head_dim))
-    for tile in range(rows.tiles):
-        for row in range(64):
-            node = tile // rows.head_tiles * rows.nodes_per_tile + row % rows.nodes_per_tile
-            member = tile % rows.head_tiles * rows.heads_per_tile + row // rows.nodes_per_tile
-            if node < nodes and member < group:
-                out[:, node, :, member] = merged[:, :, tile, row]
-    flat = (jnp.reshape(parts, (-1, 64, head_dim)), jnp.reshape(jnp.asarray(sums), (-1, 64)))
-    return SplitAttention(*flat, plan), out.reshape(slots * nodes, -1)

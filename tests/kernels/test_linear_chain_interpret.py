@@ -4,10 +4,9 @@ The interpreter knows no counters between thread blocks, so the chain as one lau
 """
 
 import jax
-import numpy as np
 import pytest
 from interpreter import PARAMS, interpreted
-from linear_chain_suite import EPS, Case, LinearChainSuite, make_operands, split_attention
+from linear_chain_suite import EPS, Case, LinearChainSuite
 
 from pallas_kernels.linear_chain import api, mosaic_gpu
 from pallas_kernels.linear_chain.config import Config, Cut
@@ -39,21 +38,3 @@ class TestInterpreted(LinearChainSuite):
         operands = api.operands(chain, mixed, stream, weights)
         options = dict(chain=chain, config=Config(**dict(case.config)), interpret=PARAMS)
         return api.results(chain, interpreted(mosaic_gpu.run_by_steps, operands, **options), stream)
-
-    @pytest.mark.parametrize(
-        "slots, nodes, kv_heads, group, head_dim, splits",
-        [(1, 1, 2, 4, 32, 3), (1, 13, 2, 4, 32, 2), (2, 16, 1, 4, 64, 2), (1, 70, 1, 3, 64, 2)],
-    )
-    def test_merges_an_attention(self, slots, nodes, kv_heads, group, head_dim, splits):
-        attention, merged = split_attention(slots, nodes, kv_heads, group, head_dim, splits)
-        assert attention.plan.whole_tiles
-        case = Case(rows=slots * nodes, mixed=merged.shape[1], hidden=128, intermediate=128, config=config())
-        _, stream, weights = make_operands(case)
-        stream = stream.reshape(slots, nodes, -1)
-        chain = api.make_chain(attention, weights, EPS, False)
-        operands = api.operands(chain, attention, stream, weights)
-        step = mosaic_gpu.steps(chain)[0]
-        options = Config(**dict(case.config) | dict(workers=5))
-        found = interpreted(mosaic_gpu.run_step, chain, options, step, operands, PARAMS)
-        got = np.asarray(found["mixed"], np.float64)[: slots * nodes]
-        np.testing.assert_allclose(got, merged, rtol=1e-2, atol=1e-2)
