@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import linear_chain
+from pallas_kernels import choice, linear_chain
 from pallas_kernels.fused_norm import add_rms_norm, rms_norm
 from pallas_kernels.linear_chain import ChainWeights, Turns
 from pallas_kernels.streaming_matmul import PartialSums, partial_sums, runs_kernel, streaming_matmul, streaming_swiglu
@@ -77,6 +77,13 @@ def gated_linear(x: jax.Array, weight: jax.Array) -> jax.Array:
 def total(product: jax.Array | PartialSums) -> jax.Array:
     """A product whose splits may be left to add."""
     return product.total() if isinstance(product, PartialSums) else product
+
+
+def for_kernels(x: jax.Array) -> jax.Array | PartialSums:
+    """A product [B, N, O] by XLA as `pallas_kernels.fused_norm` takes it for its kernels, where those run."""
+    if MATMUL == "xla" or _ONLY_XLA.get() or x.dtype.itemsize != 2 or not choice.on_hopper():
+        return x
+    return PartialSums(x.reshape(1, -1, x.shape[-1]), x.shape[:-1], x.dtype.name)
 
 
 def split_heads(x: jax.Array, num_heads: int) -> jax.Array:

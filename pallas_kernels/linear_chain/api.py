@@ -97,10 +97,12 @@ def linear_chain(
       ValueError: the arguments contradict each other.
       NotImplementedError: the implementation asked for cannot do this call; the message names what.
     """
-    if not runs_kernel(mixed, stream, weights, eps=eps, zero_centred=zero_centred, implementation=implementation):
-        return _by_products(mixed, stream, weights, eps, zero_centred)
+    _check(mixed, stream, weights, implementation)
     chain = make_chain(mixed, weights, eps, zero_centred)
-    found = turns.run(operands(chain, mixed, stream, weights), chain=chain, config=config or configs.choose(chain))
+    config = config or configs.choose(chain)
+    if _choose(chain, config, implementation) == "xla":
+        return _by_products(mixed, stream, weights, eps, zero_centred)
+    found = turns.run(operands(chain, mixed, stream, weights), chain=chain, config=config)
     if weights.next is None:
         return results(chain, found, stream)
     return found["total"].reshape(stream.shape), PartialSums(found["projected"], mixed.shape[:-1], chain.dtype)
@@ -137,10 +139,14 @@ def runs_kernel(
     """Whether a chain is for the GPU kernel; arguments and errors as those of `linear_chain`."""
     _check(mixed, stream, weights, implementation)
     chain = make_chain(mixed, weights, eps, zero_centred)
-    obstacle = unsupported(chain)
+    return _choose(chain, configs.choose(chain), implementation) == "mosaic_gpu"
+
+
+def _choose(chain: Chain, config: Config | None, implementation: str | None) -> str:
+    obstacle = unsupported(chain, config)
     if implementation is None and obstacle is None and not configs.measured_faster(chain):
-        return False
-    return choice.choose(implementation, obstacle) == "mosaic_gpu"
+        return "xla"
+    return choice.choose(implementation, obstacle)
 
 
 def supported(
@@ -148,19 +154,20 @@ def supported(
 ) -> bool:
     """Whether the GPU kernel can take a chain; arguments and ValueError as those of `linear_chain`."""
     _check(mixed, stream, weights, None)
-    return unsupported(make_chain(mixed, weights, eps, zero_centred)) is None
+    chain = make_chain(mixed, weights, eps, zero_centred)
+    return unsupported(chain, configs.choose(chain)) is None
 
 
-def unsupported(chain: Chain) -> str | None:
-    """Why the GPU kernel cannot take a chain, or None."""
+def unsupported(chain: Chain, config: Config | None) -> str | None:
+    """Why the GPU kernel cannot take a chain with these sizes, or None."""
     if chain.dtype not in ("bfloat16", "float16"):
         return f"dtype {chain.dtype} (bfloat16 and float16 only)"
     if not 1 <= chain.rows <= MAX_ROWS:
         return f"{chain.rows} rows (1 to {MAX_ROWS})"
-    if configs.choose(chain) is None:
+    if config is None:
         return f"{chain} (no configuration fits)"
-    if choice.on_hopper() and jax.local_devices()[0].core_count < configs.MULTIPROCESSORS:
-        return f"a GPU of fewer than {configs.MULTIPROCESSORS} multiprocessors"
+    if choice.on_hopper() and jax.local_devices()[0].core_count < config.workers:
+        return f"a GPU of fewer than {config.workers} multiprocessors"
     return None
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from pallas_kernels.linear_chain import ChainWeights
 
 EPS = 1e-6
-TOLERANCE = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-5}  # relative, of a block of columns
+TOLERANCE = {"bfloat16": 1.2e-2, "float16": 1.5e-3, "float32": 1e-5}  # relative, of a block of columns
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,8 +84,8 @@ class LinearChainSuite:
         for name, got, want in zip(("total", "projected"), self.run(case, mixed, stream, weights), wanted, strict=True):
             assert got.shape == want.shape and got.dtype == jnp.dtype(case.dtype)
             # By blocks of columns: a tile that is wrong or missing must not drown in the norm of all.
-            for first in range(0, want.shape[1], 32):
-                block = slice(first, first + 32)
+            for first in range(0, want.shape[1], 64):
+                block = slice(first, first + 64)
                 error = np.linalg.norm(np.asarray(got, np.float64)[:, block] - want[:, block])
                 error /= np.linalg.norm(want[:, block])
                 assert error <= TOLERANCE[case.dtype], f"{name}, columns from {first}: relative error {error:.2e}"
