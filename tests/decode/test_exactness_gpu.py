@@ -17,6 +17,7 @@ from ddtree_jax import testing
 from ddtree_jax.decode import run
 from ddtree_jax.decode.proposers import Chain, MostProbable
 from ddtree_jax.decode.sampling import position_noise
+from ddtree_jax.models import layers
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
 from ddtree_jax.tree import static_bits
@@ -109,17 +110,33 @@ def test_methods_agree_but_for_near_ties(pair, reference, method, num_nodes, tem
     assert check(pair[0], tokens, reference(temperature), temperature) >= COMMON
 
 
+@pytest.fixture
+def fresh_programs():
+    """Programs of these shapes were compiled with other kernels, and will be."""
+    yield forget_programs()
+    forget_programs()
+
+
+def forget_programs():
+    jax.clear_caches()
+    run._executables.clear()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_streaming_products_agree_but_for_near_ties(pair, reference, temperature, monkeypatch):
+def test_streaming_products_agree_but_for_near_ties(pair, reference, temperature, monkeypatch, fresh_programs):
     """Products by the streaming kernel, with the fused norms, though nobody measured them at so small a shape."""
     expected = reference(temperature)
     monkeypatch.setattr(streaming_config, "measured_faster", lambda shape: True)
-    jax.clear_caches()  # programs of these shapes were compiled without
-    run._executables.clear()
     tokens = decode(pair, temperature, method="ddtree", num_nodes=64)
-    monkeypatch.undo()
-    jax.clear_caches()
-    run._executables.clear()
+    assert check(pair[0], tokens, expected, temperature) >= COMMON
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_linear_chains_agree_but_for_near_ties(pair, reference, temperature, monkeypatch, fresh_programs):
+    """All products between two mixers as one kernel, of the target (96 rows) and of the drafter."""
+    expected = reference(temperature)
+    monkeypatch.setattr(layers, "MATMUL", "chain")
+    tokens = decode(pair, temperature, method="ddtree", num_nodes=32)
     assert check(pair[0], tokens, expected, temperature) >= COMMON
 
 

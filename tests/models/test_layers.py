@@ -1,4 +1,6 @@
-"""The switch between XLA and the streaming kernel, and that both paths mean the same product."""
+"""The switch between XLA and the kernels of linear layers, and that all of them mean the same."""
+
+import re
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +9,16 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ddtree_jax import testing
-from ddtree_jax.models import layers
+from ddtree_jax.models import decoder, layers
 from ddtree_jax.models.abstract import abstract_params
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
 from ddtree_jax.tree import static_bits
+from pallas_kernels.fused_norm import qk_norm_rope
+from pallas_kernels.linear_chain import Turns
+from pallas_kernels.linear_chain import config as chain_config
+from pallas_kernels.linear_chain import mosaic_gpu as chain_kernel
+from pallas_kernels.linear_chain.config import Cut
 from pallas_kernels.streaming_matmul import partial_sums
 from pallas_kernels.streaming_matmul.config import Config
 
@@ -66,25 +73,60 @@ def test_every_linear_layer_of_a_decoder_uses_the_kernel_if_asked(monkeypatch):
     assert products and all("batching_dims = [0, 1]" in line for line in products)
 
 
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter runs on the CPU")
-@pytest.mark.parametrize("nodes", [1, 3])
-def test_a_pass_of_interpreted_kernels_means_what_a_pass_of_xla_means(monkeypatch, nodes):
-    """Sums that blocks leave to each other, splits added on the way, norms and rotations: the wiring of the kernels."""
+def test_products_between_mixers_are_one_kernel_if_asked(monkeypatch):
+    monkeypatch.setattr(layers, "MATMUL", "chain")
+    c = testing.tiny_target_config(
+        hidden_size=256, intermediate_size=384, num_layers=3, sliding_windows=(None,) * 3, num_heads=4, num_kv_heads=4,
+        head_dim=64, vocab_size=320, dtype="bfloat16",
+    )  # fmt: skip
+    tokens, ancestors = jnp.zeros((1, 4), jnp.int32), jnp.ones((1, 4, 1), jnp.uint32)
+
+    def step(params):
+        cache = KVCache.empty(c, batch=1, rows=8)
+        return Decoder(c).apply({"params": params}, tokens, tokens, ancestors, cache)
+
+    text = jax.jit(step).trace(abstract_params(c)).lower(lowering_platforms=("cuda",)).as_text()
+    # One kernel with a projection after it, lowered once for all layers, one without; and the heads' norm, after it.
+    assert text.count("custom_call @mosaic_gpu") == 3
+    calls = re.findall(r"call @run\w*\(", text)
+    assert len(calls) == 3
+    # What is left to XLA: the first projection, and attention, which has two batch axes.
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert sum("batching_dims = [0, 1]" not in line for line in products) == 1
+
+
+@pytest.fixture(scope="module")
+def interpreted_pass():
+    """A function of nodes: a function that runs one pass of a fresh decoder of two blocks in bfloat16."""
     target = testing.tiny_target(
         hidden_size=256, intermediate_size=256, num_layers=2, sliding_windows=(None, None), num_heads=4, num_kv_heads=2,
         head_dim=64, vocab_size=64, dtype="bfloat16",
     )  # fmt: skip
-    decoder, params = Decoder(target.config), {"params": target.params}
-    rng = np.random.default_rng(nodes)
-    tokens = jnp.asarray(rng.integers(0, 64, (2, nodes)), jnp.int32)
-    positions = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32)[None], tokens.shape)
-    causal = jnp.asarray(static_bits(np.tri(nodes, dtype=bool)))
-    causal = jnp.broadcast_to(causal[None], (2, *causal.shape))
-    cache = KVCache.empty(target.config, batch=2, rows=8)
+    model, params = Decoder(target.config), {"params": target.params}
 
-    def run():
-        return decoder.apply(params, tokens, positions, causal, cache, (0, 1))
+    def of(nodes):
+        rng = np.random.default_rng(nodes)
+        tokens = jnp.asarray(rng.integers(0, 64, (2, nodes)), jnp.int32)
+        positions = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32)[None], tokens.shape)
+        causal = jnp.asarray(static_bits(np.tri(nodes, dtype=bool)))
+        causal = jnp.broadcast_to(causal[None], (2, *causal.shape))
+        cache = KVCache.empty(target.config, batch=2, rows=8)
+        return lambda: model.apply(params, tokens, positions, causal, cache, (0, 1))
 
+    return of
+
+
+def assert_same_pass(got, wanted):
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        ours, theirs = (np.asarray(x, np.float32) for x in (ours, theirs))
+        assert np.abs(ours - theirs).max() <= 0.03 * np.abs(theirs).max()
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter runs on the CPU")
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_a_pass_of_interpreted_products_means_what_a_pass_of_xla_means(monkeypatch, interpreted_pass, nodes):
+    """Sums that blocks leave to each other, splits added on the way, norms and rotations: the wiring of the kernels."""
+    run = interpreted_pass(nodes)
     wanted = run()
     interpret, calls = plgpu.InterpretGPUParams(), []
 
@@ -99,6 +141,27 @@ def test_a_pass_of_interpreted_kernels_means_what_a_pass_of_xla_means(monkeypatc
     monkeypatch.setattr(layers, "streaming_swiglu", lambda x, weight, **_: layers.swiglu(by_kernel(x, weight).total()))
     got = run()
     assert len(calls) == 8
-    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        ours, theirs = (np.asarray(x, np.float32) for x in (ours, theirs))
-        assert np.abs(ours - theirs).max() <= 0.03 * np.abs(theirs).max()
+    assert_same_pass(got, wanted)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter runs on the CPU")
+def test_a_pass_of_interpreted_chains_means_what_a_pass_of_xla_means(monkeypatch, interpreted_pass):
+    """Which weights go into which chain, and what comes out of it where."""
+    run, calls = interpreted_pass(3), []
+    wanted = run()
+
+    def by_steps(self, operands, *, chain, config):
+        calls.append(chain)
+        cuts = {name: Cut(64, 1 if name == "gate_up" else 2) for name in chain.shapes}
+        small = chain_config.Config(**cuts, workers=3, block=64, weight_stages=3, x_stages=2)
+        return chain_kernel.run_by_steps(operands, chain=chain, config=small, interpret=plgpu.InterpretGPUParams())
+
+    def one_at_a_time(projected, *rest):  # what a chain leaves is for kernels, which are not interpreted here
+        return qk_norm_rope(layers.total(projected), *rest)
+
+    monkeypatch.setattr(layers, "MATMUL", "chain")
+    monkeypatch.setattr(Turns, "run", by_steps)
+    monkeypatch.setattr(decoder, "qk_norm_rope", one_at_a_time)
+    got = run()
+    assert [chain.projected for chain in calls] == [512, 0]
+    assert_same_pass(got, wanted)
