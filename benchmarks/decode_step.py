@@ -3,7 +3,7 @@
   python -m benchmarks.decode_step --shape qwen3-8b
   python -m benchmarks.decode_step --shape qwen3-8b --contexts 1024 --nodes 64,128 --methods autoregressive,ddtree
   python -m benchmarks.decode_step --shape qwen3-8b --layers 4 --contexts 1024 --nodes 64        a quick look
-  python -m benchmarks.decode_step --shape qwen3-8b --matmul xla                  without the streaming matmul kernel
+  python -m benchmarks.decode_step --shape qwen3-8b --matmul xla                  linear layers by XLA alone
   python -m benchmarks.decode_step --shape qwen3-8b --drafter eagle3 --nodes 64   its chain, static and dynamic tree
   python -m benchmarks.decode_step --shape qwen3-8b --methods autoregressive,lookup,lookup_tree,static_tree --nodes 64
 

@@ -4,9 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import kernel_times, layer_chain
+from benchmarks import kernel_times, layer_chain, linear_chain
 from benchmarks._models import TARGETS
 from benchmarks.streaming_matmul import table_entry
+from pallas_kernels.linear_chain.config import choose
 from pallas_kernels.streaming_matmul.config import MEASURED, Config, Shape
 
 
@@ -48,3 +49,34 @@ def test_a_trace_without_a_gpu_is_refused(tmp_path):
         jnp.ones(3).block_until_ready()
     with pytest.raises(ValueError, match="holds no event of a GPU"):
         kernel_times.kernel_events(str(tmp_path))
+
+
+@pytest.mark.parametrize("mixer", ["attention", "delta"])
+def test_the_loop_around_a_chain_lowers_for_a_gpu(mixer):
+    chain = linear_chain.make_chain(TARGETS["qwen3.6-27b"], mixer, 64)
+    assert chain.projected == {"attention": 14336, "delta": 16480}[mixer]
+    operands = jax.eval_shape(lambda: linear_chain.make_operands(chain))
+    stream = jax.ShapeDtypeStruct((64, chain.hidden), jnp.bfloat16)
+    step = jax.jit(lambda stream, operands: linear_chain.chained(chain, choose(chain), stream, operands))
+    text = step.trace(stream, operands).lower(lowering_platforms=("cuda",)).as_text()
+    # All share one kernel; the last is lowered by itself, since nobody takes its counters.
+    assert text.count("custom_call @mosaic_gpu") == 2
+
+
+def test_phases_of_a_kernel_are_told_in_their_order():
+    def event(kind, block, name, at):
+        return dict(ph=kind, pid=block, tid=0, name=name, ts=at)
+
+    events = [
+        event("B", 0, "out", 10.0), event("E", 0, "out", 11.0), event("B", 1, "out", 10.5), event("E", 1, "out", 14.0),
+        event("B", 0, "norm", 12.0), event("E", 0, "norm", 13.0), event("B", 0, "never ended", 13.0),
+    ]  # fmt: skip
+    first, second = linear_chain.phases(events)
+    assert first.split() == ["out", "begins", "0.00", "0.25", "0.50", "ends", "1.00", "2.50", "4.00"]
+    assert second.split()[:3] == ["norm", "begins", "2.00"]
+
+
+def test_a_chain_that_no_sizes_fit_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        linear_chain.main(["--shape", "tiny"])
+    assert "no sizes of the kernel fit" in capsys.readouterr().err

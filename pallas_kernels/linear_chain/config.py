@@ -208,7 +208,7 @@ def choose(chain: Chain) -> Config | None:
 # Where a whole round on an H200 was faster by this kernel than a product at a time, at every number of rows tried
 # (`python -m benchmarks.decode_step --matmul chain`): hidden size and feed-forward features.
 MEASURED = {
-    (4096, 12288),  # Qwen3-8B
+    (4096, 12288),  # Qwen3-8B, and so Qwen3.5-9B
     (5120, 17408),  # Qwen3.6-27B
 }
 

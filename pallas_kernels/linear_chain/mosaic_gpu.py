@@ -61,6 +61,7 @@ class Norm:
 
 
 Step = Product | Norm
+_TURN = 37  # thread blocks by which the first item of a step moves on from that of the step before
 COUNTERS = 8  # one for each step that another one follows, and some
 
 
@@ -139,7 +140,11 @@ def _names(step: Step) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return (step.stream, step.parts, step.weight), (step.total, step.normed)
 
 
-def _call(chain, config, program, operands, interpret) -> dict[str, jax.Array]:
+def _call(
+    chain: Chain, config: Config, program: tuple[Step, ...], operands: dict[str, jax.Array],
+    interpret: plgpu.InterpretGPUParams | None,
+) -> dict[str, jax.Array]:  # fmt: skip
+    """What some steps write, in one launch."""
     config.check(chain)
     written = [name for step in program for name in _names(step)[1]]
     read = list(dict.fromkeys(name for step in program for name in _names(step)[0] if name not in written))
@@ -242,8 +247,8 @@ class _Worker:
     # Products.
 
     def items(self, product: Product) -> _Items:
-        index = self.program.index(product)
-        return _Items(self.shapes[product.name], self.config, self.config.cut(product.name), self.worker, 37 * index)
+        turn = _TURN * self.program.index(product)
+        return _Items(self.shapes[product.name], self.config, self.config.cut(product.name), self.worker, turn)
 
     def stream_weights(self) -> None:
         stages = self.config.weight_stages
@@ -464,7 +469,7 @@ class _Items:
         """Runs count = body(item, block, count) over all blocks of all items."""
 
         def item(n, count):
-            return lax.fori_loop(*self.blocks(n), functools.partial(lambda n, k, c: body(n, k, c), n), count)
+            return lax.fori_loop(*self.blocks(n), functools.partial(body, n), count)
 
         return lax.fori_loop(0, self.count, item, jnp.int32(count))
 

@@ -1,0 +1,132 @@
+"""The kernel that runs all products between two mixers: its time, and where it goes.
+
+  python -m benchmarks.linear_chain --shape qwen3-8b --rows 1,16,64,128
+  python -m benchmarks.linear_chain --shape qwen3.6-27b --mixer delta --rows 64 --trace
+
+Times are microseconds of one chain in a loop on the device, each fed with the residual stream of the one before;
+weights do not fit in the level-2 cache. `--trace` prints when the kernel's phases begin and end by the clocks of the
+multiprocessors: least, median and greatest over all thread blocks, in thousands of cycles from the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import glob
+import json
+import statistics
+import tempfile
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from benchmarks import _timing, layer_chain
+from benchmarks._models import TARGETS, normal
+from ddtree_jax.config import TargetConfig
+from pallas_kernels.linear_chain import mosaic_gpu
+from pallas_kernels.linear_chain.config import Chain, Config, choose
+
+_UNROLLED = 6  # chains a turn of the loop, so that the host launches turns faster than the GPU takes them
+
+
+def make_chain(target: TargetConfig, mixer: str, rows: int) -> Chain:
+    """The chain from a mixer to the next of its kind."""
+    products = layer_chain.shapes(target, mixer, rows)
+    entry, out = (products["qkv"], products["o"]) if mixer == "attention" else (products["in"], products["out"])
+    return Chain(
+        rows=rows, mixed=out.inputs, hidden=target.hidden_size, intermediate=target.intermediate_size,
+        projected=entry.features, eps=target.rms_norm_eps, zero_centred=target.zero_centred_norms,
+    )  # fmt: skip
+
+
+def make_operands(chain: Chain) -> dict[str, jax.Array]:
+    """All but the residual stream; weights of random numbers, norms of ones."""
+    keys = iter(jax.random.split(jax.random.key(0), 8))
+    dtype = jnp.dtype(chain.dtype)
+    made = {
+        f"{name}_weight": normal(next(keys), (s.panels * s.features, s.inputs), dtype, s.inputs**-0.5)
+        for name, s in chain.shapes.items()
+    }
+    norms = dict.fromkeys(("norm_weight", "next_norm_weight"), jnp.ones(chain.hidden, dtype))
+    return made | norms | dict(mixed=normal(next(keys), (chain.padded_rows, chain.mixed), dtype, 1.0))
+
+
+def chained(chain: Chain, config: Config, stream: jax.Array, operands: dict[str, jax.Array]) -> jax.Array:
+    """The residual stream [M, E] after `_UNROLLED` chains."""
+    counters = mosaic_gpu.new_counters()
+    for i in range(_UNROLLED):
+        turn = jnp.full((1,), i, jnp.int32)
+        found, counters = mosaic_gpu.run(operands | dict(stream=stream), counters, turn, chain=chain, config=config)
+        stream = found["total"]
+    return stream
+
+
+def measure_us(chain: Chain, config: Config, operands: dict[str, jax.Array], turns: int = 30) -> float:
+    """Microseconds of one chain."""
+    stream = normal(jax.random.key(1), (chain.rows, chain.hidden), jnp.dtype(chain.dtype), 1.0)
+    loop = _timing.compile_loop(functools.partial(chained, chain, config), stream, [(operands,)], turns)
+    with _timing.alone():
+        return _timing.time_loop_us(loop, stream, [(operands,)], turns) / _UNROLLED
+
+
+def trace(chain: Chain, config: Config, operands: dict[str, jax.Array]) -> list[str]:
+    """Lines of when the phases of one launch began and ended, after some that warm up."""
+    stream = normal(jax.random.key(1), (chain.rows, chain.hidden), jnp.dtype(chain.dtype), 1.0)
+    counters, turn = mosaic_gpu.new_counters(), jnp.zeros((1,), jnp.int32)
+    with tempfile.TemporaryDirectory() as folder:
+        options = functools.partial(plgpu.CompilerParams, profile_space=24, profile_dir=folder)
+        with mock.patch.object(plgpu, "CompilerParams", options):
+            run = jax.jit(functools.partial(mosaic_gpu.run.__wrapped__, chain=chain, config=config))
+            for _ in range(4):
+                jax.block_until_ready(run(operands | dict(stream=stream), counters, turn))
+        jax.effects_barrier()
+        with open(max(glob.glob(f"{folder}/*.json")), encoding="utf-8") as file:
+            return phases(json.load(file)["traceEvents"])
+
+
+def phases(events: list[dict]) -> list[str]:
+    """A line for each name among the begin and end events of a Chrome trace, in order of their median begin."""
+    first = min(event["ts"] for event in events if event["ph"] == "B")
+    open_at: dict[tuple, float] = {}
+    spans = collections.defaultdict(lambda: ([], []))
+    for event in events:
+        key = event["pid"], event["tid"], event["name"]
+        if event["ph"] == "B":
+            open_at[key] = event["ts"]
+        elif event["ph"] == "E" and key in open_at:
+            begins, ends = spans[event["name"]]
+            begins.append(open_at.pop(key) - first)
+            ends.append(event["ts"] - first)
+
+    def range_of(times: list[float]) -> str:
+        return f"{min(times):7.2f} {statistics.median(times):7.2f} {max(times):7.2f}"
+
+    ordered = sorted(spans.items(), key=lambda span: statistics.median(span[1][0]))
+    return [f"{name:<26} begins {range_of(b)}   ends {range_of(e)}" for name, (b, e) in ordered]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=TARGETS, default="qwen3-8b")
+    parser.add_argument("--mixer", choices=("attention", "delta"), default="attention")
+    parser.add_argument("--rows", default="1,16,64,128")
+    parser.add_argument("--trace", action="store_true", help="print when the phases of one launch begin and end")
+    args = parser.parse_args(arguments)
+    for rows in (int(r) for r in args.rows.split(",")):
+        chain = make_chain(TARGETS[args.shape], args.mixer, rows)
+        config = choose(chain)
+        if config is None:
+            parser.error(f"--shape {args.shape}: no sizes of the kernel fit {chain}")
+        operands = make_operands(chain)
+        floor = sum(_timing.floor_us(s.weight_bytes, s.flop) for s in chain.shapes.values())
+        us = measure_us(chain, config, operands)
+        print(f"{args.shape} {rows:4d} rows {us:8.1f} us a chain, floor {floor:.1f}, x{us / floor:.2f}  {config}")
+        if args.trace:
+            print("\n".join(trace(chain, config, operands)))
+
+
+if __name__ == "__main__":
+    main()
