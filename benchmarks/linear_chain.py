@@ -2,6 +2,7 @@
 
   python -m benchmarks.linear_chain --shape qwen3-8b --rows 1,16,64,128
   python -m benchmarks.linear_chain --shape qwen3.6-27b --mixer delta --rows 64 --trace
+  python -m benchmarks.linear_chain --shape qwen3-4b --rows 64 --sweep 8    the best by the rule, and what they take
 
 Times are microseconds of one chain in a loop on the device, each fed with the residual stream of the one before;
 weights do not fit in the level-2 cache. `--trace` prints when the kernel's phases begin and end by the clocks of the
@@ -12,9 +13,11 @@ from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
 import functools
 import glob
 import json
+import os
 import statistics
 import tempfile
 from unittest import mock
@@ -27,7 +30,7 @@ from benchmarks import _timing, layer_chain
 from benchmarks._models import TARGETS, normal
 from ddtree_jax.config import TargetConfig
 from pallas_kernels.linear_chain import mosaic_gpu
-from pallas_kernels.linear_chain.config import Chain, Config, choose
+from pallas_kernels.linear_chain.config import Chain, Config, candidates
 
 _UNROLLED = 6  # chains a turn of the loop, so that the host launches turns faster than the GPU takes them
 
@@ -64,12 +67,17 @@ def chained(chain: Chain, config: Config, stream: jax.Array, operands: dict[str,
     return stream
 
 
-def measure_us(chain: Chain, config: Config, operands: dict[str, jax.Array], turns: int = 30) -> float:
-    """Microseconds of one chain."""
+def measure_us(chain: Chain, sizes: list[Config], operands: dict[str, jax.Array], turns: int = 30) -> list[float]:
+    """Microseconds of one chain with each of the sizes."""
     stream = normal(jax.random.key(1), (chain.rows, chain.hidden), jnp.dtype(chain.dtype), 1.0)
-    loop = _timing.compile_loop(functools.partial(chained, chain, config), stream, [(operands,)], turns)
+
+    def compile_one(config: Config):
+        return _timing.compile_loop(functools.partial(chained, chain, config), stream, [(operands,)], turns)
+
+    with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
+        loops = list(pool.map(compile_one, sizes))
     with _timing.alone():
-        return _timing.time_loop_us(loop, stream, [(operands,)], turns) / _UNROLLED
+        return [_timing.time_loop_us(loop, stream, [(operands,)], turns) / _UNROLLED for loop in loops]
 
 
 def trace(chain: Chain, config: Config, operands: dict[str, jax.Array]) -> list[str]:
@@ -113,19 +121,20 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shape", choices=TARGETS, default="qwen3-8b")
     parser.add_argument("--mixer", choices=("attention", "delta"), default="attention")
     parser.add_argument("--rows", default="1,16,64,128")
+    parser.add_argument("--sweep", type=int, default=1, help="how many of the sizes that fit, the likeliest first")
     parser.add_argument("--trace", action="store_true", help="print when the phases of one launch begin and end")
     args = parser.parse_args(arguments)
     for rows in (int(r) for r in args.rows.split(",")):
         chain = make_chain(TARGETS[args.shape], args.mixer, rows)
-        config = choose(chain)
-        if config is None:
+        sizes = candidates(chain)[: args.sweep]
+        if not sizes:
             parser.error(f"--shape {args.shape}: no sizes of the kernel fit {chain}")
         operands = make_operands(chain)
         floor = sum(_timing.floor_us(s.weight_bytes, s.flop) for s in chain.shapes.values())
-        us = measure_us(chain, config, operands)
-        print(f"{args.shape} {rows:4d} rows {us:8.1f} us a chain, floor {floor:.1f}, x{us / floor:.2f}  {config}")
+        for us, config in sorted(zip(measure_us(chain, sizes, operands), sizes), key=lambda timed: timed[0]):
+            print(f"{args.shape} {rows:4d} rows {us:8.1f} us a chain, floor {floor:.1f}, x{us / floor:.2f}  {config}")
         if args.trace:
-            print("\n".join(trace(chain, config, operands)))
+            print("\n".join(trace(chain, sizes[0], operands)))
 
 
 if __name__ == "__main__":

@@ -183,11 +183,10 @@ def _cut(chain: Chain, name: str, largest: int, stages: int) -> tuple[float, Cut
     return min(found, key=lambda cost_cut: cost_cut[0])
 
 
-@functools.lru_cache
-def choose(chain: Chain) -> Config | None:
-    """The configuration for a chain, by a rule that was fitted to an H200; None if none fits it."""
+def candidates(chain: Chain) -> list[Config]:
+    """A configuration for each largest tile and depth of x's ring that fit, best estimate first."""
     if chain.hidden % 128 or any(shape.inputs % _BLOCK for shape in chain.shapes.values()):
-        return None
+        return []
     found = []
     for largest in _TILES:
         for x_stages in (3, 4, 5):
@@ -202,7 +201,13 @@ def choose(chain: Chain) -> Config | None:
             if stages >= 3 and cost < float("inf"):
                 kept = {name: cut for name, (_, cut) in cuts.items()}
                 found.append((cost, dataclasses.replace(config, **kept, weight_stages=min(stages, 12))))
-    return min(found, key=lambda cost_config: cost_config[0])[1] if found else None
+    return [config for _, config in sorted(found, key=lambda cost_config: cost_config[0])]
+
+
+@functools.lru_cache
+def choose(chain: Chain) -> Config | None:
+    """The configuration for a chain, by a rule that was fitted to an H200; None if none fits it."""
+    return next(iter(candidates(chain)), None)
 
 
 # Where a whole round on an H200 was faster by this kernel than a product at a time, at every number of rows tried

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks._models import TARGETS
 from pallas_kernels.linear_chain import api, mosaic_gpu
-from pallas_kernels.linear_chain.config import Chain, choose
+from pallas_kernels.linear_chain.config import Chain, Config, candidates, choose
 
 
 def chains(shape: str, rows: int) -> list[Chain]:
@@ -20,7 +20,7 @@ def chains(shape: str, rows: int) -> list[Chain]:
     return found
 
 
-def lower(chain: Chain) -> str:
+def lower(chain: Chain, config: Config) -> str:
     shaped = lambda *shape: jax.ShapeDtypeStruct(shape, chain.dtype)  # noqa: E731
     weights = {f"{name}_weight": shaped(s.panels * s.features, s.inputs) for name, s in chain.shapes.items()}
     norms = dict(norm_weight=shaped(chain.hidden), next_norm_weight=shaped(chain.hidden))
@@ -28,7 +28,7 @@ def lower(chain: Chain) -> str:
     counters, turn = (jax.ShapeDtypeStruct((n,), jnp.int32) for n in (mosaic_gpu.COUNTERS, 1))
 
     def call(operands, counters, turn):
-        return mosaic_gpu.run(operands, counters, turn, chain=chain, config=choose(chain))
+        return mosaic_gpu.run(operands, counters, turn, chain=chain, config=config)
 
     return jax.jit(call).trace(weights | norms | rows, counters, turn).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -38,7 +38,14 @@ def lower(chain: Chain) -> str:
 def test_every_choice_of_configuration_lowers(shape, rows):
     for chain in chains(shape, rows):
         assert api.unsupported(chain, choose(chain)) is None
-        text = lower(chain)
+        text = lower(chain, choose(chain))
         assert "mosaic_gpu" in text
         # The counters are handed on in place.
         assert "output_operand_alias" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 128])
+def test_every_candidate_lowers(rows):
+    for config in candidates(chains("qwen3-8b", rows)[0])[::4]:
+        lower(chains("qwen3-8b", rows)[0], config)
