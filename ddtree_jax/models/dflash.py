@@ -14,11 +14,11 @@ import numpy as np
 from ddtree_jax.config import DrafterConfig
 from ddtree_jax.models.cache import KVCache, TreeKV, append_rows
 from ddtree_jax.models.dynamic_conv import DynamicConv, causal_conv
-from ddtree_jax.models.layers import MLP, Linear, RMSNorm, between_mixers, for_kernels, linear
+from ddtree_jax.models.layers import MLP, Linear, RMSNorm, between_mixers, for_kernels, linear, split_heads
 from ddtree_jax.models.rope import rope_tables
 from ddtree_jax.models.selector import CandidateSelector
 from ddtree_jax.tree import static_bits
-from pallas_kernels.fused_norm import Heads, qk_norm_rope
+from pallas_kernels.fused_norm import Heads, apply_rope, qk_norm_rope
 from pallas_kernels.linear_chain import Turns
 from pallas_kernels.tree_attention import tree_attention
 
@@ -44,23 +44,20 @@ class DraftAttention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype)
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype)
 
-    def heads(self, queries: int) -> Heads:
-        """What a projection to so many query heads, all keys and all values holds."""
-        c = self.config
-        return Heads(queries, c.num_kv_heads, gates=0, head_dim=c.head_dim, eps=c.rms_norm_eps, zero_centred=False)
-
     def keys_values(self, x: jax.Array, rope) -> tuple[jax.Array, jax.Array]:
         """[B, R, E] -> keys (normed, rotated) and values, [B, K, R, D] each; the same for context and block rows."""
-        projected = for_kernels(self.kv_proj(x))
-        _, k, v, _ = qk_norm_rope(projected, None, self.k_norm.weight, *rope, self.heads(0))
-        return k, v
+        k, v = jnp.split(split_heads(self.kv_proj(x), 2 * self.config.num_kv_heads), 2, axis=2)
+        return apply_rope(self.k_norm(k), *rope).swapaxes(1, 2), v.swapaxes(1, 2)
 
     def __call__(self, x: jax.Array, rope, positions: jax.Array, cache: KVCache, layer: int) -> jax.Array:
         """[B, S, E] -> [B, S, H D] for `o_proj`."""
         c = self.config
+        heads = Heads(
+            queries=c.num_heads, keys=c.num_kv_heads, gates=0, head_dim=c.head_dim, eps=c.rms_norm_eps,
+            zero_centred=False,
+        )  # fmt: skip
         projected = for_kernels(jnp.concatenate([self.q_proj(x), self.kv_proj(x)], axis=-1))
-        norms = self.q_norm.weight, self.k_norm.weight
-        q, k, v, _ = qk_norm_rope(projected, *norms, *rope, self.heads(c.num_heads))
+        q, k, v, _ = qk_norm_rope(projected, self.q_norm.weight, self.k_norm.weight, *rope, heads)
         seen = jnp.asarray(static_bits(block_visibility(x.shape[1], self.causal, self.sliding_window)))
         out = tree_attention(
             q, cache.keys, cache.values, cache.length, k, v, jnp.broadcast_to(seen[None], (x.shape[0], *seen.shape)),

@@ -49,8 +49,8 @@ def add_rms_norm(
 
 def qk_norm_rope(
     projected: jax.Array | PartialSums,  # [B, N, (H + 2K + gates) D]
-    q_weight: jax.Array | None,  # [D], with a norm and queries
-    k_weight: jax.Array | None,  # [D], with a norm
+    q_weight: jax.Array | None,  # [D]
+    k_weight: jax.Array | None,  # [D]
     cos: jax.Array,  # [B, N, R / 2] float32
     sin: jax.Array,
     heads: Heads,
@@ -69,19 +69,17 @@ def qk_norm_rope(
     if isinstance(projected, PartialSums):
         parts = projected.by_slot()
         if _supported(parts, cos, projected.dtype, heads):
-            found = mosaic_gpu_heads.qk_norm_rope(
+            q, k, v, *gate = mosaic_gpu_heads.qk_norm_rope(
                 parts, q_weight, k_weight, cos, sin, heads=heads, nodes=cos.shape[1], dtype=projected.dtype,
                 interpret=projected.interpret,
             )  # fmt: skip
-            none = jnp.zeros((*cos.shape[:2], 0, heads.head_dim), projected.dtype)
-            return found.get("q", none), found["k"], found["v"], found.get("gate", none)
+            return q, k, v, gate[0] if gate else jnp.zeros((*q.shape[:2], 0, heads.head_dim), q.dtype)
         projected = projected.total()
     x = projected.reshape(*projected.shape[:-1], heads.count, heads.head_dim)
     ends = (heads.queries, heads.queries + heads.keys, heads.queries + 2 * heads.keys)
     q, k, v, gate = jnp.split(x, ends, axis=2)
     if heads.eps is not None:
-        if heads.queries:
-            q = reference.rms_norm(q, q_weight, heads.eps, zero_centred=heads.zero_centred)
+        q = reference.rms_norm(q, q_weight, heads.eps, zero_centred=heads.zero_centred)
         k = reference.rms_norm(k, k_weight, heads.eps, zero_centred=heads.zero_centred)
     q, k = reference.apply_rope(q, cos, sin), reference.apply_rope(k, cos, sin)
     return q, k.swapaxes(1, 2), v.swapaxes(1, 2), gate
@@ -114,7 +112,7 @@ def _check_heads(projected, q_weight, k_weight, cos, sin, heads: Heads) -> None:
         if table.shape != cos.shape or table.dtype != jnp.float32:
             raise ValueError(f"{name} must be float32 of the shape of cos, got {table.shape} of {table.dtype}")
     if heads.eps is not None:
-        for name, weight in (("q_weight", q_weight), ("k_weight", k_weight))[heads.queries == 0 :]:
+        for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
             _check_weight(name, weight, heads.head_dim, projected.dtype)
 
 

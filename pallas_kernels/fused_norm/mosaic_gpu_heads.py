@@ -20,7 +20,7 @@ class Heads:
     """What the heads of a fused projection are, in its order.
 
     Attributes:
-      queries: H; 0 for keys and values alone.
+      queries: H.
       keys: K, as many values.
       gates: H or 0.
       head_dim: D.
@@ -57,12 +57,8 @@ def qk_norm_rope(
     nodes: int,
     dtype: str,
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> dict[str, jax.Array]:
-    """See `pallas_kernels.fused_norm.qk_norm_rope`; the arguments are taken as checked and supported.
-
-    Returns:
-      q [B, N, H, D], k and v [B, K, N, D] and gate [B, N, gates, D], where there are such heads.
-    """
+) -> tuple[jax.Array, ...]:  # [B, N, H, D], [B, K, N, D] twice, [B, N, gates, D] if there are any
+    """See `pallas_kernels.fused_norm.qk_norm_rope`; the arguments are taken as checked and supported."""
     splits, slots = parts.shape[:2]
     padded = copied_rows(nodes)
     if padded != nodes:
@@ -73,17 +69,12 @@ def qk_norm_rope(
     head_dim, half = heads.head_dim, cos.shape[-1]
     operands = dict(parts=parts, cos=cos, sin=sin)
     if heads.eps is not None:
-        operands |= dict(k_weight=k_weight) | (dict(q_weight=q_weight) if heads.queries else {})
-    shapes = dict(
-        q=(slots, padded, heads.queries, head_dim),
-        k=(slots, heads.keys, padded, head_dim),
-        v=(slots, heads.keys, padded, head_dim),
-        gate=(slots, padded, heads.gates, head_dim),
-    )
-    shapes = {name: shape for name, shape in shapes.items() if 0 not in shape}
+        operands |= dict(q_weight=q_weight, k_weight=k_weight)
+    shapes = [(slots, padded, heads.queries, head_dim)] + 2 * [(slots, heads.keys, padded, head_dim)]
+    shapes += [(slots, padded, heads.gates, head_dim)] if heads.gates else []
     results = plgpu.kernel(
-        functools.partial(_body, heads, splits, dtype, interpret is not None, tuple(operands), tuple(shapes)),
-        out_type=[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes.values()],
+        functools.partial(_body, heads, splits, dtype, interpret is not None, tuple(operands)),
+        out_type=[jax.ShapeDtypeStruct(shape, dtype) for shape in shapes],
         scratch_types=dict(
             parts_s=plgpu.SMEM((splits, ROWS, head_dim), parts.dtype, transforms=tiled(head_dim, parts.dtype)),
             table_s=plgpu.SMEM((2, ROWS, half), jnp.float32, transforms=tiled(half, jnp.float32)),
@@ -97,14 +88,14 @@ def qk_norm_rope(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
     )(*operands.values())
-    found = dict(zip(shapes, results))
     if padded == nodes:
-        return found
-    return {name: x[:, :, :nodes] if name in ("k", "v") else x[:, :nodes] for name, x in found.items()}
+        return tuple(results)
+    q, k, v, *gate = results
+    return q[:, :nodes], k[:, :, :nodes], v[:, :, :nodes], *(g[:, :nodes] for g in gate)
 
 
-def _body(heads: Heads, splits: int, dtype, interpreted: bool, names, result_names, *refs, **scratch):
-    operands, results = dict(zip(names, refs)), dict(zip(result_names, refs[len(names) :]))
+def _body(heads: Heads, splits: int, dtype, interpreted: bool, names: tuple[str, ...], *refs, **scratch):
+    operands, results = dict(zip(names, refs)), refs[len(names) :]
     slot, head = lax.axis_index("slot"), lax.axis_index("head")
     rows = pl.ds(lax.axis_index("tile") * ROWS, ROWS)
     columns = pl.ds(head * heads.head_dim, heads.head_dim)
@@ -132,19 +123,17 @@ def _body(heads: Heads, splits: int, dtype, interpreted: bool, names, result_nam
 
     keys, values, gates = heads.queries, heads.queries + heads.keys, heads.queries + 2 * heads.keys
 
-    if heads.queries:
-
-        @pl.when(head < keys)
-        def _():
-            rotate(operands.get("q_weight"))
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_s, results["q"].at[slot, rows, head])
+    @pl.when(head < keys)
+    def _():
+        rotate(operands.get("q_weight"))
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_s, results[0].at[slot, rows, head])
 
     @pl.when((head >= keys) & (head < values))
     def _():
         rotate(operands.get("k_weight"))
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_s, results["k"].at[slot, head - keys, rows])
+        plgpu.copy_smem_to_gmem(out_s, results[1].at[slot, head - keys, rows])
 
     @pl.when(head >= values)
     def _():
@@ -153,13 +142,13 @@ def _body(heads: Heads, splits: int, dtype, interpreted: bool, names, result_nam
 
         @pl.when(head < gates)
         def _():
-            plgpu.copy_smem_to_gmem(out_s, results["v"].at[slot, head - values, rows])
+            plgpu.copy_smem_to_gmem(out_s, results[2].at[slot, head - values, rows])
 
         if heads.gates:
 
             @pl.when(head >= gates)
             def _():
-                plgpu.copy_smem_to_gmem(out_s, results["gate"].at[slot, rows, head - gates])
+                plgpu.copy_smem_to_gmem(out_s, results[3].at[slot, rows, head - gates])
 
     plgpu.wait_smem_to_gmem(0)
 
