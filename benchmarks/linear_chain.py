@@ -29,7 +29,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from benchmarks import _timing, layer_chain
 from benchmarks._models import TARGETS, normal
 from ddtree_jax.config import TargetConfig
-from pallas_kernels.linear_chain import mosaic_gpu
+from pallas_kernels.linear_chain import Turns, api, mosaic_gpu
 from pallas_kernels.linear_chain.config import Chain, Config, candidates
 
 _UNROLLED = 6  # chains a turn of the loop, so that the host launches turns faster than the GPU takes them
@@ -59,11 +59,9 @@ def make_operands(chain: Chain) -> dict[str, jax.Array]:
 
 def chained(chain: Chain, config: Config, stream: jax.Array, operands: dict[str, jax.Array]) -> jax.Array:
     """The residual stream [M, E] after `_UNROLLED` chains."""
-    counters = mosaic_gpu.new_counters()
-    for i in range(_UNROLLED):
-        turn = jnp.full((1,), i, jnp.int32)
-        found, counters = mosaic_gpu.run(operands | dict(stream=stream), counters, turn, chain=chain, config=config)
-        stream = found["total"]
+    turns = Turns()
+    for _ in range(_UNROLLED):
+        stream = turns.run(operands | dict(stream=stream), chain=chain, config=config)["total"]
     return stream
 
 
@@ -127,8 +125,8 @@ def main(arguments: list[str] | None = None) -> None:
     for rows in (int(r) for r in args.rows.split(",")):
         chain = make_chain(TARGETS[args.shape], args.mixer, rows)
         sizes = candidates(chain)[: args.sweep]
-        if not sizes:
-            parser.error(f"--shape {args.shape}: no sizes of the kernel fit {chain}")
+        if obstacle := api.unsupported(chain, sizes[0] if sizes else None):
+            parser.error(f"--shape {args.shape}: the kernel cannot do {obstacle}")
         operands = make_operands(chain)
         floor = sum(_timing.floor_us(s.weight_bytes, s.flop) for s in chain.shapes.values())
         for us, config in sorted(zip(measure_us(chain, sizes, operands), sizes), key=lambda timed: timed[0]):

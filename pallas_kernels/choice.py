@@ -27,3 +27,8 @@ def choose(implementation: str | None, obstacle: str | None) -> str:
 @functools.cache
 def on_hopper() -> bool:
     return jax.default_backend() == "gpu" and jax.local_devices()[0].compute_capability == "9.0"
+
+
+def multiprocessors() -> int:
+    """Of the GPU that kernels run on."""
+    return jax.local_devices()[0].core_count

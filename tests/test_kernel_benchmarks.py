@@ -79,4 +79,4 @@ def test_phases_of_a_kernel_are_told_in_their_order():
 def test_a_chain_that_no_sizes_fit_is_refused(capsys):
     with pytest.raises(SystemExit):
         linear_chain.main(["--shape", "tiny"])
-    assert "no sizes of the kernel fit" in capsys.readouterr().err
+    assert "no configuration fits" in capsys.readouterr().err

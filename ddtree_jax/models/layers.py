@@ -28,7 +28,7 @@ _ONLY_XLA = contextvars.ContextVar("only_xla", default=False)
 
 @contextlib.contextmanager
 def differentiable() -> Iterator[None]:
-    """While this thread traces inside, XLA computes all products: the kernel has no gradient."""
+    """While this thread traces inside, XLA computes all products: the kernels have no gradient."""
     token = _ONLY_XLA.set(True)
     try:
         yield

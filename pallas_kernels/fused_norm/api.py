@@ -1,7 +1,7 @@
 """Fused norms: the public functions and the choice of implementation.
 
-Their GPU kernels take what the streaming matmul leaves (`PartialSums`), so that its splits are added on the way, and
-let the product after them read its weights early. After any other product XLA fuses these steps as well or better.
+Their GPU kernels take what the kernels of products leave (`PartialSums`), so that splits are added on the way, and let
+the product after them read its weights early. Given an array, XLA computes them, fused with what is around them.
 
 Shape letters: B slots, N tokens, E features, H query heads, K key/value heads, D head_dim, R rotated dimensions.
 """
@@ -28,7 +28,7 @@ def add_rms_norm(
 ) -> tuple[jax.Array, jax.Array]:  # [..., E] twice
     """x + update, and `reference.rms_norm` of it.
 
-    The GPU kernel runs if `update` comes from the streaming matmul, in bfloat16 or float16 and with E a multiple of
+    The GPU kernel runs if `update` is `PartialSums`, in bfloat16 or float16 and with E a multiple of
     128; it has no gradient.
 
     Raises:
@@ -57,7 +57,7 @@ def qk_norm_rope(
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Cuts a fused projection into heads (queries, keys, values, gates), norms queries and keys, and rotates them.
 
-    The GPU kernel runs if `projected` comes from the streaming matmul, in bfloat16 or float16; it has no gradient.
+    The GPU kernel runs if `projected` is `PartialSums`, in bfloat16 or float16; it has no gradient.
 
     Returns:
       queries [B, N, H, D], keys and values [B, K, N, D], gates [B, N, gates, D].

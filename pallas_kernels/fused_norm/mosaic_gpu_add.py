@@ -52,9 +52,13 @@ def _body(splits: int, eps: float, zero_centred: bool, interpreted: bool, x_g, p
     total = functools.reduce(jnp.add, [load(parts_g.at[s, row]) for s in range(splits)])
     stream = load(x_g.at[row]) + total.astype(x_g.dtype)
     sum_g[row] = stream
-    wide = stream.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.sum(wide * wide) * (1.0 / features) + eps)
+    normed_g[row] = normed(stream, weight, eps=eps, zero_centred=zero_centred)
+
+
+def normed(row: jax.Array, weight: jax.Array, *, eps: float, zero_centred: bool) -> jax.Array:
+    """`reference.rms_norm` of one row [E] in the registers of a warpgroup."""
+    wide = row.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.sum(wide * wide) * (1.0 / row.size) + eps)
     if zero_centred:
-        normed_g[row] = (wide * scale * (1.0 + weight.astype(jnp.float32))).astype(x_g.dtype)
-    else:
-        normed_g[row] = (wide * scale).astype(x_g.dtype) * weight
+        return (wide * scale * (1.0 + weight.astype(jnp.float32))).astype(row.dtype)
+    return (wide * scale).astype(row.dtype) * weight

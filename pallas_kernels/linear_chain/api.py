@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +17,15 @@ from pallas_kernels.fused_norm import add_rms_norm
 from pallas_kernels.linear_chain import config as configs
 from pallas_kernels.linear_chain import mosaic_gpu
 from pallas_kernels.linear_chain.config import MAX_ROWS, Chain, Config
-from pallas_kernels.linear_chain.mosaic_gpu import new_counters
 from pallas_kernels.streaming_matmul import PartialSums, streaming_matmul, streaming_swiglu
 
 
 @dataclasses.dataclass(frozen=True)
 class ChainWeights:
     """Weights of a chain, in the order in which they are read; matrices in Hugging Face's layout.
+
+    The GPU kernel begins to read them before the GPU has finished the operation before it: only for weights that no
+    recent operation computes, such as the parameters of a model.
 
     Attributes:
       out: [E, A].
@@ -46,17 +47,30 @@ class ChainWeights:
 class Turns:
     """What the kernels of one pass hand on, one to the next, to wait for each other's thread blocks.
 
-    Made anew for each pass, while it is traced; every chain of the pass takes the same one.
+    Made anew for each pass, while it is traced; every chain of the pass takes the same one. They have the same number
+    of rows, up to tiles of 64, and after one without a projection none has one.
     """
 
     def __init__(self):
-        self._counters, self._turn = new_counters(), 0
+        self._counters, self._turn = mosaic_gpu.new_counters(), 0
+        self._waiting: tuple[int, int] | None = None  # workers and consumers of all chains
+        self._ended = False
 
-    def run(self, operands: dict[str, jax.Array], **options: Any) -> dict[str, jax.Array]:
-        """`mosaic_gpu.run` as the next of the pass."""
+    def run(self, operands: dict[str, jax.Array], *, chain: Chain, config: Config) -> dict[str, jax.Array]:
+        """`mosaic_gpu.run` as the next of the pass.
+
+        Raises:
+          ValueError: another chain of these turns makes that impossible.
+        """
+        waiting = config.workers, config.consumers
+        if self._ended and chain.projected:
+            raise ValueError("after a chain without a projection no other of the pass may have one, got one")
+        if self._waiting not in (None, waiting):
+            expected = "workers and consumers as before, {} and {}".format(*self._waiting)
+            raise ValueError(f"chains of one pass must have {expected}, got {waiting[0]} and {waiting[1]}")
         turn = jnp.full((1,), self._turn, jnp.int32)
-        results, self._counters = mosaic_gpu.run(operands, self._counters, turn, **options)
-        self._turn += 1
+        results, self._counters = mosaic_gpu.run(operands, self._counters, turn, chain=chain, config=config)
+        self._turn, self._waiting, self._ended = self._turn + 1, waiting, not chain.projected
         return results
 
 
@@ -78,8 +92,8 @@ def linear_chain(
         projected = rms_norm(total) @ next.T
 
     The GPU kernel is one launch that reads every weight once and never stops reading between the products. All its
-    thread blocks, one a multiprocessor, wait for each other, so nothing else may hold multiprocessors until it has
-    ended: no second kernel of the kind on another stream. It has no gradient.
+    thread blocks, one a multiprocessor, wait for each other: no other kernel whose thread blocks do so may run beside
+    it. It has no gradient and runs on one device: over a mesh, call it inside `shard_map`.
 
     Args:
       mixed: float32, float16 or bfloat16.
@@ -87,11 +101,13 @@ def linear_chain(
       weights: of the same dtype.
       turns: of this pass.
       implementation: "xla" (a product at a time), "mosaic_gpu", or None to choose: "mosaic_gpu" on a Hopper GPU where
-        it was measured to be faster. The GPU kernel takes float16 and bfloat16 and up to 128 rows.
+        it was measured to be faster. The GPU kernel takes float16 and bfloat16, up to 128 rows, A, E and F multiples of
+        128, Q of 8, and wants 132 multiprocessors.
       config: sizes of the GPU kernel; default by table and rule.
 
     Returns:
-      (total [..., E], projected [..., Q] or, without `next`, the norm [..., E]).
+      (total [..., E], projected [..., Q] or, without `next`, the norm [..., E]). The kernel leaves `projected` as
+      partial sums.
 
     Raises:
       ValueError: the arguments contradict each other.
@@ -103,9 +119,7 @@ def linear_chain(
     if _choose(chain, config, implementation) == "xla":
         return _by_products(mixed, stream, weights, eps, zero_centred)
     found = turns.run(operands(chain, mixed, stream, weights), chain=chain, config=config)
-    if weights.next is None:
-        return results(chain, found, stream)
-    return found["total"].reshape(stream.shape), PartialSums(found["projected"], mixed.shape[:-1], chain.dtype)
+    return results(chain, found, stream)
 
 
 def operands(chain: Chain, mixed: jax.Array, stream: jax.Array, weights: ChainWeights) -> dict[str, jax.Array]:
@@ -124,12 +138,12 @@ def operands(chain: Chain, mixed: jax.Array, stream: jax.Array, weights: ChainWe
     return found | ({} if weights.next is None else dict(next_weight=weights.next))
 
 
-def results(chain: Chain, found: dict[str, jax.Array], stream: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What `linear_chain` returns of what the kernel leaves, the splits of the projection added."""
-    leading = stream.shape[:-1]
+def results(chain: Chain, found: dict[str, jax.Array], stream: jax.Array) -> tuple[jax.Array, jax.Array | PartialSums]:
+    """What `linear_chain` returns of what the kernel leaves."""
+    total = found["total"].reshape(stream.shape)
     if chain.projected:
-        return found["total"].reshape(stream.shape), PartialSums(found["projected"], leading, chain.dtype).total()
-    return found["total"].reshape(stream.shape), found["next_normed"][: chain.rows].reshape(stream.shape)
+        return total, PartialSums(found["projected"], stream.shape[:-1], chain.dtype)
+    return total, found["next_normed"][: chain.rows].reshape(stream.shape)
 
 
 def runs_kernel(
@@ -166,7 +180,7 @@ def unsupported(chain: Chain, config: Config | None) -> str | None:
         return f"{chain.rows} rows (1 to {MAX_ROWS})"
     if config is None:
         return f"{chain} (no configuration fits)"
-    if choice.on_hopper() and jax.local_devices()[0].core_count < config.workers:
+    if choice.on_hopper() and choice.multiprocessors() < config.workers:
         return f"a GPU of fewer than {config.workers} multiprocessors"
     return None
 
@@ -200,6 +214,9 @@ def _by_products(mixed, stream, weights: ChainWeights, eps: float, zero_centred:
 def _check(mixed, stream, weights: ChainWeights, implementation) -> None:
     """Raises ValueError where the arguments contradict each other."""
     choice.check(implementation)
+    if not mixed.ndim or not stream.ndim or weights.down.ndim != 2:
+        shapes = f"{mixed.shape}, {stream.shape} and {weights.down.shape}"
+        raise ValueError(f"mixed, stream and down must be [..., A], [..., E] and [E, F], got {shapes}")
     hidden, features = stream.shape[-1], weights.down.shape[-1]
     expected = dict(
         out=(hidden, mixed.shape[-1]), norm=(hidden,), gate_up=(2 * features, hidden), down=(hidden, features),
@@ -207,7 +224,7 @@ def _check(mixed, stream, weights: ChainWeights, implementation) -> None:
     )  # fmt: skip
     if weights.next is not None:
         expected["next"] = (weights.next.shape[0], hidden)
-    if mixed.ndim < 1 or mixed.shape[:-1] != stream.shape[:-1] or mixed.dtype != stream.dtype:
+    if mixed.shape[:-1] != stream.shape[:-1] or mixed.dtype != stream.dtype:
         expectation = f"{(*stream.shape[:-1], 'A')} of {stream.dtype} like stream"
         raise ValueError(f"mixed must be {expectation}, got {mixed.shape} of {mixed.dtype}")
     for name, shape in expected.items():

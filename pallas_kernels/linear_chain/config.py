@@ -9,14 +9,10 @@ import math
 import jax.numpy as jnp
 
 from pallas_kernels.mosaic_gpu_layouts import ROWS, copied_rows
-from pallas_kernels.streaming_matmul.config import Shape
+from pallas_kernels.streaming_matmul.config import MULTIPROCESSORS, SHARED_BYTES, Shape, consumer_registers
 
 MAX_ROWS = 128  # more are bound by arithmetic, where XLA is as good
-MULTIPROCESSORS = 132
-SHARED_BYTES = 227 * 1024 - 1024  # of one thread block, less barriers
 REDUCTION_BYTES = 1024
-PRODUCER_REGISTERS = 40
-_REGISTERS = 512  # of one multiprocessor, per thread of a warpgroup
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,10 +105,7 @@ class Config:
 
     @property
     def consumer_registers(self) -> int:
-        """See `streaming_matmul.config.Config.consumer_registers`; here are two producers."""
-        warpgroups = self.consumers + 2
-        given = _REGISTERS // warpgroups // 8 * 8 * warpgroups
-        return min(232, (given - 2 * PRODUCER_REGISTERS) // self.consumers // 8 * 8)
+        return consumer_registers(self.consumers, producers=2)
 
     def result_dtype(self, chain: Chain, name: str) -> str:
         """Of what a product writes: partial sums in float32, or the result itself."""
@@ -136,11 +129,12 @@ class Config:
             if not ok:
                 raise ValueError(f"{name} must be {expected} for {chain}, got {self}")
 
+        require("hidden", "a multiple of 128", chain.hidden % 128 == 0)
         for name, shape in chain.shapes.items():
-            cut = self.cut(name)
-            require("block", "a multiple of 64 that divides E", self.block % 64 == 0 and shape.inputs % self.block == 0)
+            cut, whole = self.cut(name), shape.inputs % self.block == 0
+            require("block", f"a multiple of 64 that divides the inputs of {name}", self.block % 64 == 0 and whole)
             require(f"{name}.tile", "a multiple of 16, 16..256", cut.tile % 16 == 0 and 16 <= cut.tile <= 256)
-            require(f"{name}.splits", "1..E / block", 1 <= cut.splits <= shape.inputs // self.block)
+            require(f"{name}.splits", "1..inputs / block", 1 <= cut.splits <= shape.inputs // self.block)
             require(f"{name}.tile", "such that columns come in eights", math.gcd(cut.tile, shape.features) % 8 == 0)
         require("gate_up.splits", "1", self.gate_up.splits == 1)
         require("consumers", "1..4, not more than tiles of 64 rows", 1 <= self.consumers <= _row_tiles(chain))
@@ -211,13 +205,23 @@ def choose(chain: Chain) -> Config | None:
 
 
 # Where a whole round on an H200 was faster by this kernel than a product at a time, at every number of rows tried
-# (`python -m benchmarks.decode_step --matmul chain`): hidden size and feed-forward features.
+# (`python -m benchmarks.decode_step --matmul chain`), in bfloat16: mixed, hidden, intermediate, projected.
 MEASURED = {
-    (4096, 12288),  # Qwen3-8B, and so Qwen3.5-9B
-    (5120, 17408),  # Qwen3.6-27B
+    # Qwen3-8B and its DFlash drafter
+    (4096, 4096, 12288, 6144),
+    (4096, 4096, 12288, 0),
+    # Qwen3.6-27B, into attention and into a recurrent layer, and its drafter
+    (6144, 5120, 17408, 14336),
+    (6144, 5120, 17408, 16480),
+    (6144, 5120, 17408, 0),
+    (4096, 5120, 17408, 0),
+    # Qwen3.5-9B, like Qwen3-8B but for the projections: measured, though not beside a product at a time
+    (4096, 4096, 12288, 10240),
+    (4096, 4096, 12288, 12352),
 }
 
 
 def measured_faster(chain: Chain) -> bool:
     """Whether the kernel was measured to be faster than a product at a time."""
-    return (chain.hidden, chain.intermediate) in MEASURED
+    sizes = chain.mixed, chain.hidden, chain.intermediate, chain.projected
+    return chain.dtype == "bfloat16" and sizes in MEASURED

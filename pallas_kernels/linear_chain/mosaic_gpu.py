@@ -7,10 +7,10 @@ thread block a multiprocessor runs the whole chain
     out projection, add and norm, gate and up with SwiGLU, down, add and norm, the next mixer's projection
 
 and never stops reading weights: one warpgroup streams the weights of all products, one after the other, through a ring
-in shared memory, and depends on nothing but free places in it. While the thread blocks wait for each other between two
-products, the ring fills with the weights of the next. A second warpgroup brings x, which the product before computes,
-and so waits; the others multiply, as in `streaming_matmul`: 64 rows of x on one side of wgmma, the weights on the
-other.
+in shared memory, and depends on nothing but free places in it: not even on the operation before this launch. While the
+thread blocks wait for each other between two products, the ring fills with the weights of the next. A second warpgroup
+brings x, which the product before computes, and so waits; the others multiply, as in `streaming_matmul`: 64 rows of x
+on one side of wgmma, the weights on the other.
 
 Between two steps of the chain stands a counter in memory: whoever has written its share adds one, whoever reads waits
 for all. Splits of a product leave float32 partial sums that the norm after it adds in order, so the result is the same
@@ -33,10 +33,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
-from pallas_kernels.fused_norm.mosaic_gpu_add import vector
-from pallas_kernels.linear_chain.config import PRODUCER_REGISTERS, REDUCTION_BYTES, Chain, Config, Cut
+from pallas_kernels.fused_norm.mosaic_gpu_add import normed, vector
+from pallas_kernels.linear_chain.config import REDUCTION_BYTES, Chain, Config, Cut
 from pallas_kernels.mosaic_gpu_layouts import MATRIX, ROWS, tiled
-from pallas_kernels.streaming_matmul.config import Shape
+from pallas_kernels.streaming_matmul.config import PRODUCER_REGISTERS, Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,8 @@ def run(
       operands: `mixed` [M', A] (M' is `chain.padded_rows`), `stream` [M, E] and the weights that `steps` names.
       counters: [COUNTERS] int32, zeros before the first of the runs that share them, then what the run before left.
         They only grow: resetting them in every run would cost a launch.
-      turn: [1] int32, number of the run among those that share the counters, which all have the same sizes.
+      turn: [1] int32, number of the run among those that share the counters. All of them have the same `workers` and
+        `consumers`, and after one without a projection none has one.
 
     Returns:
       (the arrays of `results`, counters).
@@ -427,13 +428,7 @@ class _Worker:
             )
             stream = stream + total.astype(chain.dtype)
             arrays[step.total][row] = stream
-            wide = stream.astype(jnp.float32)
-            scale = lax.rsqrt(jnp.sum(wide * wide) * (1.0 / chain.hidden) + chain.eps)
-            if chain.zero_centred:
-                normed = (wide * scale * (1.0 + weight.astype(jnp.float32))).astype(chain.dtype)
-            else:
-                normed = (wide * scale).astype(chain.dtype) * weight
-            arrays[step.normed][row] = normed
+            arrays[step.normed][row] = normed(stream, weight, eps=chain.eps, zero_centred=chain.zero_centred)
 
         lax.fori_loop(0, _share(chain.rows, workers, self.worker), one, None)
 

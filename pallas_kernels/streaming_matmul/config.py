@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from pallas_kernels.mosaic_gpu_layouts import ROWS, swizzle_bytes
 
 MAX_ROWS = 256
-_MULTIPROCESSORS = 132
-_SHARED_BYTES = 227 * 1024 - 1024  # of one thread block, less barriers
+MULTIPROCESSORS = 132
+SHARED_BYTES = 227 * 1024 - 1024  # of one thread block, less barriers
 _REGISTERS = 512  # of one multiprocessor, per thread of a warpgroup
 PRODUCER_REGISTERS = 40
 
@@ -74,7 +74,7 @@ class Config:
     consumers: int
     block: int
     stages: int
-    limit: int = _MULTIPROCESSORS
+    limit: int = MULTIPROCESSORS
     stagger: int = 0
 
     def row_tiles(self, shape: Shape) -> int:
@@ -118,14 +118,18 @@ class Config:
 
     @property
     def consumer_registers(self) -> int:
-        """Registers of a consumer's thread: what the producer leaves, in steps of 8.
+        return consumer_registers(self.consumers, producers=1)
 
-        A launch gives every thread the same number, in steps of 8; only what it gave can be shared out anew, and a
-        warpgroup that asks for more waits for ever.
-        """
-        warpgroups = self.consumers + 1
-        given = _REGISTERS // warpgroups // 8 * 8 * warpgroups
-        return min(232, (given - PRODUCER_REGISTERS) // self.consumers // 8 * 8)
+
+def consumer_registers(consumers: int, producers: int) -> int:
+    """Registers of a consumer's thread: what the producers leave, in steps of 8.
+
+    A launch gives every thread the same number, in steps of 8; only what it gave can be shared out anew, and a
+    warpgroup that asks for more waits for ever.
+    """
+    warpgroups = consumers + producers
+    given = _REGISTERS // warpgroups // 8 * 8 * warpgroups
+    return min(232, (given - producers * PRODUCER_REGISTERS) // consumers // 8 * 8)
 
 
 def _row_tiles(shape: Shape) -> int:
@@ -168,7 +172,7 @@ def candidates(shape: Shape) -> list[Config]:
             if not _writes_whole_tiles(shape, config):
                 continue
             stages = 1
-            while stages < min(12, blocks) and shared_bytes(shape, config, stages + 1) <= _SHARED_BYTES:
+            while stages < min(12, blocks) and shared_bytes(shape, config, stages + 1) <= SHARED_BYTES:
                 stages += 1
             if stages >= 3:
                 found.append(dataclasses.replace(config, stages=stages))
@@ -259,7 +263,7 @@ def measured_faster(shape: Shape) -> bool:
 def _measured(shape: Shape) -> Config | None:
     """Sizes were measured with 16-bit results (but for heads): a float32 one takes more shared memory."""
     config = MEASURED.get(_key(shape))
-    return config if config and shared_bytes(shape, config, config.stages) <= _SHARED_BYTES else None
+    return config if config and shared_bytes(shape, config, config.stages) <= SHARED_BYTES else None
 
 
 @functools.lru_cache

@@ -22,6 +22,7 @@ from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
 from ddtree_jax.tree import static_bits
 from pallas_kernels.choice import on_hopper
+from pallas_kernels.linear_chain import Turns
 from pallas_kernels.streaming_matmul import config as streaming_config
 
 ROWS = 512
@@ -110,33 +111,42 @@ def test_methods_agree_but_for_near_ties(pair, reference, method, num_nodes, tem
     assert check(pair[0], tokens, reference(temperature), temperature) >= COMMON
 
 
-@pytest.fixture
-def fresh_programs():
-    """Programs of these shapes were compiled with other kernels, and will be."""
-    yield forget_programs()
-    forget_programs()
-
-
 def forget_programs():
+    """Programs of these shapes were compiled with other kernels, and will be."""
     jax.clear_caches()
     run._executables.clear()
 
 
+@pytest.fixture
+def forgetful():
+    yield
+    forget_programs()
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_streaming_products_agree_but_for_near_ties(pair, reference, temperature, monkeypatch, fresh_programs):
+def test_streaming_products_agree_but_for_near_ties(pair, reference, temperature, monkeypatch, forgetful):
     """Products by the streaming kernel, with the fused norms, though nobody measured them at so small a shape."""
     expected = reference(temperature)
     monkeypatch.setattr(streaming_config, "measured_faster", lambda shape: True)
+    forget_programs()
     tokens = decode(pair, temperature, method="ddtree", num_nodes=64)
     assert check(pair[0], tokens, expected, temperature) >= COMMON
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_linear_chains_agree_but_for_near_ties(pair, reference, temperature, monkeypatch, fresh_programs):
+def test_linear_chains_agree_but_for_near_ties(pair, reference, temperature, monkeypatch, forgetful):
     """All products between two mixers as one kernel, of the target (96 rows) and of the drafter."""
-    expected = reference(temperature)
+    expected, chains, run_chain = reference(temperature), set(), Turns.run
+
+    def counted(self, operands, *, chain, config):
+        chains.add((chain.rows, chain.projected > 0))
+        return run_chain(self, operands, chain=chain, config=config)
+
+    monkeypatch.setattr(Turns, "run", counted)
     monkeypatch.setattr(layers, "MATMUL", "chain")
+    forget_programs()
     tokens = decode(pair, temperature, method="ddtree", num_nodes=32)
+    assert {(96, True), (96, False), (48, False)} <= chains
     assert check(pair[0], tokens, expected, temperature) >= COMMON
 
 

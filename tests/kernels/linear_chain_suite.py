@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.linear_chain import ChainWeights
+from pallas_kernels.linear_chain.config import Cut
+from pallas_kernels.streaming_matmul import PartialSums
 
 EPS = 1e-6
 TOLERANCE = {"bfloat16": 1.2e-2, "float16": 1.5e-3, "float32": 1e-5}  # relative, of a block of columns
@@ -33,6 +35,22 @@ class Case:
         extras = ["centred"] * self.zero_centred + ["-".join(f"{k[:2]}{v}" for k, v in self.config)] * bool(self.config)
         sizes = f"m{self.rows}a{self.mixed}e{self.hidden}f{self.intermediate}q{self.projected}"
         return "-".join([sizes, self.dtype, *extras])
+
+
+def config(out=(64, 1), gate_up=32, down=(64, 1), next=(32, 1), **fields) -> tuple[tuple[str, object], ...]:
+    """Sizes of the kernel, small ones but for those given."""
+    cuts = dict(out=Cut(*out), gate_up=Cut(gate_up, 1), down=Cut(*down), next=Cut(*next))
+    return tuple(sorted((dict(block=64, weight_stages=3, x_stages=2) | cuts | fields).items()))
+
+
+# Uneven splits, tiles past the end, rows off the tiling; a projection in splits and more thread blocks than items; more
+# rows than one warpgroup holds; more rows than there are thread blocks.
+NAMED_SIZES = (
+    Case(rows=13, mixed=320, hidden=256, intermediate=192, config=config((96, 2), 80, (48, 3), workers=3)),
+    Case(rows=40, mixed=128, hidden=128, intermediate=64, projected=160, config=config(next=(48, 2), workers=7)),
+    Case(rows=70, mixed=128, hidden=128, intermediate=128, projected=64, config=config(consumers=2, workers=3)),
+    Case(rows=128, mixed=64, hidden=128, intermediate=128, config=config(consumers=1, workers=2)),
+)
 
 
 def make_operands(case: Case) -> tuple[jax.Array, jax.Array, ChainWeights]:
@@ -82,6 +100,7 @@ class LinearChainSuite:
         mixed, stream, weights = make_operands(case)
         wanted = oracle(case, mixed, stream, weights)
         for name, got, want in zip(("total", "projected"), self.run(case, mixed, stream, weights), wanted, strict=True):
+            got = got.total() if isinstance(got, PartialSums) else got
             assert got.shape == want.shape and got.dtype == jnp.dtype(case.dtype)
             # By blocks of columns: a tile that is wrong or missing must not drown in the norm of all.
             for first in range(0, want.shape[1], 64):

@@ -4,19 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from linear_chain_suite import EPS, Case, LinearChainSuite, make_operands
+from linear_chain_suite import EPS, NAMED_SIZES, Case, LinearChainSuite, make_operands
 
 from pallas_kernels.choice import on_hopper
-from pallas_kernels.linear_chain import Turns, linear_chain
-from pallas_kernels.linear_chain.config import Config, Cut
+from pallas_kernels.linear_chain import ChainWeights, Turns, linear_chain
+from pallas_kernels.linear_chain.config import Config
 from pallas_kernels.streaming_matmul import PartialSums
 
 QWEN3_8B = dict(mixed=4096, hidden=4096, intermediate=12288, projected=6144)
-
-
-def config(out=(64, 1), gate_up=32, down=(64, 1), next=(32, 1), **fields):
-    cuts = dict(out=Cut(*out), gate_up=Cut(gate_up, 1), down=Cut(*down), next=Cut(*next))
-    return tuple(sorted((dict(block=64, weight_stages=3, x_stages=2) | cuts | fields).items()))
 
 
 def total(projected):
@@ -31,11 +26,7 @@ class TestGpu(LinearChainSuite):
         *(Case(rows=m, mixed=6144, hidden=5120, intermediate=17408, projected=16480, zero_centred=True)
           for m in (1, 64, 128)),
         Case(rows=16, mixed=2048, hidden=1024, intermediate=3072, dtype="float16"),
-        # Uneven splits, tiles past the end, few and idle thread blocks, more rows than thread blocks.
-        Case(rows=13, mixed=320, hidden=256, intermediate=192, config=config(out=(96, 2), gate_up=80, down=(48, 3))),
-        Case(rows=40, mixed=128, hidden=128, intermediate=64, projected=160, config=config(next=(48, 2), workers=7)),
-        Case(rows=70, mixed=128, hidden=128, intermediate=128, projected=64, config=config(consumers=2, workers=3)),
-        Case(rows=128, mixed=64, hidden=128, intermediate=128, config=config(consumers=1, workers=5)),
+        *NAMED_SIZES,
     )  # fmt: skip
 
     def run(self, case, mixed, stream, weights):
@@ -45,7 +36,7 @@ class TestGpu(LinearChainSuite):
 
         @jax.jit
         def call(mixed, stream, weights):
-            found = linear_chain(mixed, stream, type(make_operands(case)[2])(**weights), Turns(), **options)
+            found = linear_chain(mixed, stream, ChainWeights(**weights), Turns(), **options)
             return found[0], total(found[1])
 
         return call(mixed, stream, vars(weights))
@@ -58,7 +49,7 @@ class TestGpu(LinearChainSuite):
 
         @jax.jit
         def passes(mixed, stream, weights):
-            weights = type(make_operands(case)[2])(**weights)
+            weights = ChainWeights(**weights)
 
             def one(_, carry):
                 mixed, stream, turns = *carry, Turns()

@@ -6,31 +6,22 @@ The interpreter knows no counters between thread blocks, so the chain as one lau
 import jax
 import pytest
 from interpreter import PARAMS, interpreted
-from linear_chain_suite import EPS, Case, LinearChainSuite
+from linear_chain_suite import EPS, NAMED_SIZES, Case, LinearChainSuite, config
 
 from pallas_kernels.linear_chain import api, mosaic_gpu
-from pallas_kernels.linear_chain.config import Config, Cut
-
-
-def config(out=(64, 1), gate_up=32, down=(64, 1), next=(32, 1), **fields):
-    cuts = dict(out=Cut(*out), gate_up=Cut(gate_up, 1), down=Cut(*down), next=Cut(*next))
-    return tuple(sorted((dict(workers=3, block=64, weight_stages=3, x_stages=2) | cuts | fields).items()))
+from pallas_kernels.linear_chain.config import Config
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter runs on the CPU")
 class TestInterpreted(LinearChainSuite):
     cases = (
-        Case(rows=1, mixed=128, hidden=128, intermediate=128, projected=96, config=config()),
-        # Uneven splits, tiles past the end, rows off the tiling; no next projection.
-        Case(rows=13, mixed=320, hidden=256, intermediate=192, config=config(out=(96, 2), gate_up=80, down=(48, 3))),
-        # A projection in splits; more thread blocks than items; a ring longer than the work.
+        *NAMED_SIZES,
+        Case(rows=1, mixed=128, hidden=128, intermediate=128, projected=96, config=config(workers=3)),
+        # A ring longer than the work.
         Case(
-            rows=40, mixed=128, hidden=128, intermediate=64, projected=160, dtype="float16", zero_centred=True,
-            config=config(next=(48, 2), workers=7, weight_stages=5, x_stages=4),
+            rows=5, mixed=128, hidden=128, intermediate=64, projected=64, dtype="float16", zero_centred=True,
+            config=config(workers=2, weight_stages=5, x_stages=4),
         ),
-        # More rows than one warpgroup holds, and more than there are thread blocks.
-        Case(rows=70, mixed=128, hidden=128, intermediate=128, projected=64, config=config(consumers=2)),
-        Case(rows=128, mixed=64, hidden=128, intermediate=128, config=config(consumers=1, workers=2)),
     )  # fmt: skip
 
     def run(self, case, mixed, stream, weights):

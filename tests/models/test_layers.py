@@ -1,5 +1,6 @@
 """The switch between XLA and the kernels of linear layers, and that all of them mean the same."""
 
+import dataclasses
 import re
 
 import jax
@@ -9,17 +10,19 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ddtree_jax import testing
-from ddtree_jax.models import decoder, layers
+from ddtree_jax.config import DeltaConfig
+from ddtree_jax.models import decoder, dflash, layers
 from ddtree_jax.models.abstract import abstract_params
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
+from ddtree_jax.models.dflash import DFlash
 from ddtree_jax.tree import static_bits
 from pallas_kernels.fused_norm import qk_norm_rope
-from pallas_kernels.linear_chain import Turns
 from pallas_kernels.linear_chain import config as chain_config
+from pallas_kernels.linear_chain import linear_chain
 from pallas_kernels.linear_chain import mosaic_gpu as chain_kernel
 from pallas_kernels.linear_chain.config import Cut
-from pallas_kernels.streaming_matmul import partial_sums
+from pallas_kernels.streaming_matmul import PartialSums, partial_sums
 from pallas_kernels.streaming_matmul.config import Config
 
 
@@ -95,25 +98,55 @@ def test_products_between_mixers_are_one_kernel_if_asked(monkeypatch):
     assert sum("batching_dims = [0, 1]" not in line for line in products) == 1
 
 
-@pytest.fixture(scope="module")
-def interpreted_pass():
-    """A function of nodes: a function that runs one pass of a fresh decoder of two blocks in bfloat16."""
+SMALL = dict(
+    hidden_size=256, intermediate_size=256, num_heads=4, num_kv_heads=2, head_dim=64, vocab_size=64, dtype="bfloat16"
+)
+
+
+def disturbed(params):
+    """Random norms where they are ones, so that no two of them can change places unseen."""
+    keys = iter(jax.random.split(jax.random.key(7), len(jax.tree.leaves(params))))
+
+    def disturb(path, x):
+        noise = jax.random.normal(next(keys), x.shape, x.dtype) * jnp.asarray(0.3, x.dtype)
+        return x + noise if any("norm" in entry.key for entry in path) else x
+
+    return jax.tree_util.tree_map_with_path(disturb, params)
+
+
+def a_pass(target, nodes):
+    """A function that runs a pass of two slots through a decoder in bfloat16."""
+    model, params = Decoder(target.config), {"params": disturbed(target.params)}
+    rng = np.random.default_rng(nodes)
+    tokens = jnp.asarray(rng.integers(0, 64, (2, nodes)), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32)[None], tokens.shape)
+    causal = jnp.asarray(static_bits(np.tri(nodes, dtype=bool)))
+    causal = jnp.broadcast_to(causal[None], (2, *causal.shape))
+    cache = KVCache.empty(target.config, batch=2, rows=8)
+    return lambda: model.apply(params, tokens, positions, causal, cache, (0, 1))
+
+
+def dense_pass(nodes):
+    return a_pass(testing.tiny_target(num_layers=2, sliding_windows=(None, None), **SMALL), nodes)
+
+
+def hybrid_pass(nodes):
+    heads = DeltaConfig(num_key_heads=2, num_value_heads=4, key_head_dim=64, value_head_dim=64)
     target = testing.tiny_target(
-        hidden_size=256, intermediate_size=256, num_layers=2, sliding_windows=(None, None), num_heads=4, num_kv_heads=2,
-        head_dim=64, vocab_size=64, dtype="bfloat16",
-    )  # fmt: skip
-    model, params = Decoder(target.config), {"params": target.params}
+        hybrid=True, num_layers=2, sliding_windows=(None, None), delta_layers=(0,), delta=heads, rotary_dim=32, **SMALL
+    )
+    return a_pass(target, nodes)
 
-    def of(nodes):
-        rng = np.random.default_rng(nodes)
-        tokens = jnp.asarray(rng.integers(0, 64, (2, nodes)), jnp.int32)
-        positions = jnp.broadcast_to(jnp.arange(nodes, dtype=jnp.int32)[None], tokens.shape)
-        causal = jnp.asarray(static_bits(np.tri(nodes, dtype=bool)))
-        causal = jnp.broadcast_to(causal[None], (2, *causal.shape))
-        cache = KVCache.empty(target.config, batch=2, rows=8)
-        return lambda: model.apply(params, tokens, positions, causal, cache, (0, 1))
 
-    return of
+def draft_pass(nodes):
+    """A function that runs a drafter of two layers over blocks of two slots."""
+    target = testing.tiny_target(num_layers=2, sliding_windows=(None, None), **SMALL)
+    sizes = {name: size for name, size in SMALL.items() if name != "vocab_size"}
+    drafter = testing.tiny_drafter(target, block_size=nodes, sliding_windows=(None, None), **sizes)
+    model, params = DFlash(drafter.config), {"params": disturbed(drafter.params)}
+    block = jax.random.normal(jax.random.key(1), (2, nodes, 256), jnp.bfloat16)
+    cache = KVCache.empty(drafter.config, batch=2, rows=8)
+    return lambda: model.apply(params, block, cache)
 
 
 def assert_same_pass(got, wanted):
@@ -124,9 +157,9 @@ def assert_same_pass(got, wanted):
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter runs on the CPU")
 @pytest.mark.parametrize("nodes", [1, 3])
-def test_a_pass_of_interpreted_products_means_what_a_pass_of_xla_means(monkeypatch, interpreted_pass, nodes):
+def test_a_pass_of_interpreted_products_means_what_a_pass_of_xla_means(monkeypatch, nodes):
     """Sums that blocks leave to each other, splits added on the way, norms and rotations: the wiring of the kernels."""
-    run = interpreted_pass(nodes)
+    run = dense_pass(nodes)
     wanted = run()
     interpret, calls = plgpu.InterpretGPUParams(), []
 
@@ -145,23 +178,88 @@ def test_a_pass_of_interpreted_products_means_what_a_pass_of_xla_means(monkeypat
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter runs on the CPU")
-def test_a_pass_of_interpreted_chains_means_what_a_pass_of_xla_means(monkeypatch, interpreted_pass):
+@pytest.mark.parametrize(
+    "make,projections",
+    [(dense_pass, [512, 0]), pytest.param(hybrid_pass, [768, 0], marks=pytest.mark.slow), (draft_pass, [0, 0])],
+)
+def test_a_pass_of_interpreted_chains_means_what_a_pass_of_xla_means(monkeypatch, make, projections):
     """Which weights go into which chain, and what comes out of it where."""
-    run, calls = interpreted_pass(3), []
+    run, interpret, calls = make(3), plgpu.InterpretGPUParams(), []
     wanted = run()
 
-    def by_steps(self, operands, *, chain, config):
+    def by_steps(operands, counters, turn, *, chain, config):
         calls.append(chain)
         cuts = {name: Cut(64, 1 if name == "gate_up" else 2) for name in chain.shapes}
         small = chain_config.Config(**cuts, workers=3, block=64, weight_stages=3, x_stages=2)
-        return chain_kernel.run_by_steps(operands, chain=chain, config=small, interpret=plgpu.InterpretGPUParams())
+        return chain_kernel.run_by_steps(operands, chain=chain, config=small, interpret=interpret), counters
 
-    def one_at_a_time(projected, *rest):  # what a chain leaves is for kernels, which are not interpreted here
-        return qk_norm_rope(layers.total(projected), *rest)
+    def interpreted_heads(projected, *rest):
+        if isinstance(projected, PartialSums):
+            projected = dataclasses.replace(projected, interpret=interpret)
+        return qk_norm_rope(projected, *rest)
 
     monkeypatch.setattr(layers, "MATMUL", "chain")
-    monkeypatch.setattr(Turns, "run", by_steps)
-    monkeypatch.setattr(decoder, "qk_norm_rope", one_at_a_time)
+    monkeypatch.setattr(chain_kernel, "run", by_steps)
+    monkeypatch.setattr(decoder, "qk_norm_rope", interpreted_heads)
+    monkeypatch.setattr(dflash, "qk_norm_rope", interpreted_heads)
+    monkeypatch.setattr(
+        dflash, "for_kernels", lambda x: PartialSums(x.reshape(1, -1, x.shape[-1]), x.shape[:-1], x.dtype.name)
+    )
     got = run()
-    assert [chain.projected for chain in calls] == [512, 0]
+    assert [chain.projected for chain in calls] == projections
     assert_same_pass(got, wanted)
+
+
+@pytest.mark.parametrize(
+    "overrides,chains",
+    [
+        (dict(qkv_bias=True), [0]),  # no projection into a bias
+        (dict(o_bias=True), []),
+        (dict(moe=testing.tiny_moe(intermediate_size=128)), [768]),  # the first block is dense
+    ],
+)
+def test_what_a_chain_does_not_know_is_left_to_the_products(monkeypatch, overrides, chains):
+    c = testing.tiny_target_config(
+        hidden_size=256, intermediate_size=384, num_layers=3, sliding_windows=(None,) * 3, num_heads=4, num_kv_heads=4,
+        head_dim=64, vocab_size=320, dtype="bfloat16", **overrides,
+    )  # fmt: skip
+    tokens, ancestors = jnp.zeros((1, 4), jnp.int32), jnp.ones((1, 4, 1), jnp.uint32)
+    params, seen = abstract_params(c), []
+    monkeypatch.setattr(layers, "MATMUL", "chain")
+    monkeypatch.setattr(layers.linear_chain, "linear_chain", record_chain(seen))
+
+    def step(params):
+        cache = KVCache.empty(c, batch=1, rows=8)
+        return Decoder(c).apply({"params": params}, tokens, tokens, ancestors, cache).hidden
+
+    jax.eval_shape(step, params)
+    assert seen == chains
+    with layers.differentiable():
+        jax.eval_shape(lambda params: step(params), params)
+    assert seen == chains
+
+
+def record_chain(seen):
+    """In place of `linear_chain`: notes the rows of the projection, and computes by XLA."""
+
+    def chain(mixed, stream, weights, turns, *, implementation, **options):
+        assert implementation == "mosaic_gpu"
+        seen.append(0 if weights.next is None else weights.next.shape[0])
+        return linear_chain(mixed, stream, weights, turns, implementation="xla", **options)
+
+    return chain
+
+
+def test_products_by_xla_go_to_kernels_only_where_kernels_run(monkeypatch):
+    x = jnp.arange(24, dtype=jnp.bfloat16).reshape(2, 3, 4)
+    assert layers.for_kernels(x) is x  # no Hopper GPU here
+    monkeypatch.setattr(layers.choice, "on_hopper", lambda: True)
+    parts = layers.for_kernels(x)
+    assert isinstance(parts, PartialSums) and parts.shape == x.shape
+    np.testing.assert_array_equal(parts.total(), x)
+    wide = x.astype(jnp.float32)
+    assert layers.for_kernels(wide) is wide
+    with layers.differentiable():
+        assert layers.for_kernels(x) is x
+    monkeypatch.setattr(layers, "MATMUL", "xla")
+    assert layers.for_kernels(x) is x
