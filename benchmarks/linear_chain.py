@@ -2,7 +2,7 @@
 
   python -m benchmarks.linear_chain --shape qwen3-8b --rows 1,16,64,128
   python -m benchmarks.linear_chain --shape qwen3.6-27b --mixer delta --rows 64 --trace
-  python -m benchmarks.linear_chain --shape qwen3-4b --rows 64 --sweep 8    the best by the rule, and what they take
+  python -m benchmarks.linear_chain --shape qwen3-4b --rows 64 --sweep 8    sizes beside those that the rule takes
 
 Times are microseconds of one chain in a loop on the device, each fed with the residual stream of the one before;
 weights do not fit in the level-2 cache. `--trace` prints when the kernel's phases begin and end by the clocks of the

@@ -28,8 +28,8 @@ def add_rms_norm(
 ) -> tuple[jax.Array, jax.Array]:  # [..., E] twice
     """x + update, and `reference.rms_norm` of it.
 
-    The GPU kernel runs if `update` is `PartialSums`, in bfloat16 or float16 and with E a multiple of
-    128; it has no gradient.
+    The GPU kernel runs if `update` is `PartialSums`, in bfloat16 or float16 and with E a multiple of 128; it has no
+    gradient.
 
     Raises:
       ValueError: the arguments contradict each other.

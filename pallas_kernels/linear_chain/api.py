@@ -103,7 +103,7 @@ def linear_chain(
       implementation: "xla" (a product at a time), "mosaic_gpu", or None to choose: "mosaic_gpu" on a Hopper GPU where
         it was measured to be faster. The GPU kernel takes float16 and bfloat16, up to 128 rows, A, E and F multiples of
         128, Q of 8, and wants 132 multiprocessors.
-      config: sizes of the GPU kernel; default by table and rule.
+      config: sizes of the GPU kernel; default by a rule (`config.choose`).
 
     Returns:
       (total [..., E], projected [..., Q] or, without `next`, the norm [..., E]). The kernel leaves `projected` as

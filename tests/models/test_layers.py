@@ -139,7 +139,7 @@ def hybrid_pass(nodes):
 
 
 def draft_pass(nodes):
-    """A function that runs a drafter of two layers over blocks of two slots."""
+    """A function that runs a drafter of two layers over a block of each of two slots, in bfloat16."""
     target = testing.tiny_target(num_layers=2, sliding_windows=(None, None), **SMALL)
     sizes = {name: size for name, size in SMALL.items() if name != "vocab_size"}
     drafter = testing.tiny_drafter(target, block_size=nodes, sliding_windows=(None, None), **sizes)
