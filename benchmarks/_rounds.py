@@ -27,6 +27,7 @@ from ddtree_jax.decode.plan import ROW_TILE
 from ddtree_jax.decode.proposers import DFlashProposer, LookupProposer, NoDraft
 from ddtree_jax.decode.proposers.lookup import MAX_MATCHES, History
 from ddtree_jax.decode.state import DecodeState, Request
+from ddtree_jax.decode.width import RoundCosts
 from ddtree_jax.models.abstract import abstract_params
 from ddtree_jax.models.selector import log_conditionals
 from ddtree_jax.tree import DraftTree, accept, top_tokens
@@ -72,10 +73,12 @@ class Rounds:
     Attributes:
       loop: what is decoded with.
       context: committed tokens, C of both caches just above it.
+      costs: by which a loop of several widths chooses.
     """
 
     loop: DecodeLoop
     context: int
+    costs: RoundCosts | None = None
 
     @property
     def _vocab(self) -> int:
@@ -100,6 +103,7 @@ class Rounds:
             seeds=jnp.zeros((1,), jnp.uint32),
             stop_tokens=jnp.full((1,), -1, jnp.int32),
             temperature=jnp.float32(1),
+            costs=self.costs,
         )
 
     # One turn of each loop.

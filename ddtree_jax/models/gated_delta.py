@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from ddtree_jax.config import TargetConfig
-from ddtree_jax.models.layers import Linear, RMSNorm, split_heads, total
-from ddtree_jax.models.recurrent import RecurrentRows, RecurrentState, RecurrentWeights, gates
-from pallas_kernels.gated_delta_tree import gated_delta_tree, tree_conv
+from ddtree_jax.models.layers import Linear, RMSNorm, total
+from ddtree_jax.models.recurrent import RecurrentRows, RecurrentState, RecurrentWeights
+from pallas_kernels.gated_delta_tree import MixerWeights, gated_delta_mixer
 from pallas_kernels.streaming_matmul import PartialSums
 
 
@@ -67,34 +67,16 @@ class GatedDeltaNet(nn.Module):
         Returns:
           ([B, N, Hv Dv] for `out`, what a commit needs).
         """
-        projected = total(projected)
-        inputs, z = self.split(projected)
-        d = self.config.delta
-        q, k, v = tree_conv(
-            projected, memory.window, conv_rows, self.conv1d[:, 0], heads=d.heads, dims=d.dims, layer=layer
-        )
-        out = self.recur(q, k, v, *self.gates(inputs), memory.states, ancestors, layer)
-        return self.gated(out, z), RecurrentRows(inputs, self.commit_weights())
+        projected, d = total(projected), self.config.delta
+        out = gated_delta_mixer(
+            projected, memory.window, memory.states, conv_rows, ancestors, self.weights(), heads=d.heads,
+            eps=self.norm.eps, layer=layer,
+        )  # fmt: skip
+        return out, RecurrentRows(projected[..., : d.kept_channels], self.commit_weights())
 
-    def split(self, projected: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[B, N, rows of `in_proj`] -> (what a commit needs [B, N, C + 2 Hv], output gates [B, N, Hv Dv])."""
-        return jnp.split(projected, (self.config.delta.kept_channels,), axis=-1)
-
-    def gates(self, inputs: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[B, N, C + 2 Hv] -> log_decay, beta [B, N, Hv] float32."""
-        channels = self.config.delta.conv_channels
-        return gates(inputs[..., channels:], self.decay_rate_log[None, None], self.decay_bias[None, None])
-
-    def recur(self, q, k, v, log_decay, beta, states: jax.Array, ancestors: jax.Array, layer: int) -> jax.Array:
-        """`gated_delta_tree` with queries and keys in the dtype that it takes: [B, N, Hv, Dv]."""
-        dtype = v.dtype if v.dtype == jnp.bfloat16 else jnp.float32
-        return gated_delta_tree(q.astype(dtype), k.astype(dtype), v, log_decay, beta, states, ancestors, layer=layer)
-
-    def gated(self, out: jax.Array, z: jax.Array) -> jax.Array:
-        """[B, N, Hv, Dv] of the recurrence and its gates -> [B, N, Hv Dv], normed and gated."""
-        gate = jax.nn.silu(split_heads(z, out.shape[2]).astype(jnp.float32))
-        gated = (self.norm(out).astype(jnp.float32) * gate).astype(out.dtype)
-        return gated.reshape(*out.shape[:2], -1)
+    def weights(self) -> MixerWeights:
+        """What is not a projection."""
+        return MixerWeights(self.conv1d[:, 0], self.decay_rate_log, self.decay_bias, self.norm.weight)
 
     def commit_weights(self) -> RecurrentWeights:
         """What a commit of this layer reads of the parameters."""

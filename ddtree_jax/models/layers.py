@@ -113,7 +113,7 @@ class Linear(nn.Module):
     def partial(self, x: jax.Array) -> jax.Array | PartialSums:
         """The same for `pallas_kernels.fused_norm`, which adds up what the kernel leaves."""
         if self.bias is not None or not _streams(x, self.weight):
-            return self(x)
+            return for_kernels(self(x))
         return partial_sums(x, self.weight, early_weights=True)
 
 
@@ -188,7 +188,8 @@ def between_mixers(
         ):
             return linear_chain.linear_chain(mixed, stream, weights, turns, implementation="mosaic_gpu", **options)
     stream, normed = norm.add(stream, out.partial(mixed))
-    stream, normed = next_norm.add(stream, mlp.partial(normed) if isinstance(mlp, MLP) else mlp(normed))
+    update = mlp.partial(normed) if isinstance(mlp, MLP) else for_kernels(mlp(normed))
+    stream, normed = next_norm.add(stream, update)
     return stream, normed if entry is None else entry.partial(normed)
 
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ddtree_jax.config import DeltaConfig
-from pallas_kernels.gated_delta_tree import gated_delta_fold, gated_delta_replay, short_conv, unit
+from pallas_kernels.gated_delta_tree import gated_delta_fold, gated_delta_replay, gates, short_conv, unit
 
 
 @flax.struct.dataclass
@@ -104,20 +104,6 @@ def conv_rows(ancestors: jax.Array, kernel: int) -> jax.Array:
         row = jnp.take_along_axis(above, row, axis=1, mode="clip")
         rows.append(row)
     return jnp.stack(rows[::-1], axis=-1)
-
-
-def gates(strength_decay: jax.Array, rate_log: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Decays and write strengths.
-
-    Args:
-      strength_decay: [..., R, 2 Hv], both projections, write strengths first.
-      rate_log, bias: [..., 1, Hv] float32, of the same rank.
-
-    Returns:
-      (log_decay, beta), [..., R, Hv] float32 each.
-    """
-    strength, decay = jnp.split(strength_decay.astype(jnp.float32), 2, axis=-1)
-    return -jnp.exp(rate_log) * jax.nn.softplus(decay + bias), jax.nn.sigmoid(strength)
 
 
 def append(state: RecurrentState, rows: Sequence[RecurrentRows], count: jax.Array) -> RecurrentState:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ddtree_jax.models.gated_delta import GatedDeltaNet
-from pallas_kernels.gated_delta_tree import conv_heads, gated_delta_fold
+from pallas_kernels.gated_delta_tree import conv_heads, gated_delta_fold, gated_delta_tree, gated_norm, gates
 from pallas_kernels.tree_attention.masks import pack_bits
 
 _CHUNK = 64  # tokens a step: as many as a prompt's fold takes at a time
@@ -28,11 +28,13 @@ def mix_rows(mixer: GatedDeltaNet, x: jax.Array, starts: jax.Array) -> jax.Array
       [b, S, E].
     """
     d, (b, length, _) = mixer.config.delta, x.shape
-    inputs, z = mixer.split(mixer.in_proj(x))
+    weights = mixer.weights()
+    channels, strengths_decays, output_gates = jnp.split(mixer.in_proj(x), (d.conv_channels, d.kept_channels), axis=-1)
     index = jnp.arange(length, dtype=jnp.int32)[None, :]
-    taps = _taps(inputs[..., : d.conv_channels], index, starts, d.conv_kernel)
-    q, k, v = conv_heads(taps, mixer.conv1d[:, 0], heads=d.heads, dims=d.dims)
-    log_decay, beta = mixer.gates(inputs)
+    taps = _taps(channels, index, starts, d.conv_kernel)
+    q, k, v = conv_heads(taps, weights.conv, heads=d.heads, dims=d.dims)
+    log_decay, beta = gates(strengths_decays, weights.decay_rate_log, weights.decay_bias)
+    dtype = v.dtype if v.dtype == jnp.bfloat16 else jnp.float32  # as `gated_delta_mixer` has it
     log_decay = jnp.where((index == starts)[:, :, None], -jnp.inf, log_decay)
 
     spare = -length % _CHUNK
@@ -50,14 +52,14 @@ def mix_rows(mixer: GatedDeltaNet, x: jax.Array, starts: jax.Array) -> jax.Array
 
     def step(states, chunk):
         q, k, v, log_decay, beta, bits = chunk
-        out = mixer.recur(q, k, v, log_decay, beta, states, bits, 0)
+        out = gated_delta_tree(q.astype(dtype), k.astype(dtype), v, log_decay, beta, states, bits, layer=0)
         return gated_delta_fold(k[None], v[None], log_decay[None], beta[None], states, everything), out
 
     states = jnp.zeros((1, b, d.num_value_heads, d.key_head_dim, d.value_head_dim), jnp.float32)
     operands = tuple(chunks(array) for array in (q, k, v, log_decay, beta))
     _, out = jax.lax.scan(step, states, (*operands, pack_bits(seen)))
     out = out.swapaxes(0, 1).reshape(b, length + spare, *v.shape[2:])[:, :length]
-    return mixer.out_proj(mixer.gated(out, z))
+    return mixer.out_proj(gated_norm(out, output_gates, weights.norm, mixer.norm.eps))
 
 
 def _taps(inputs: jax.Array, index: jax.Array, starts: jax.Array, kernel: int) -> list[jax.Array]:

@@ -51,7 +51,7 @@ def tree_conv(
       NotImplementedError: the implementation asked for cannot do this call; the message names what.
     """
     choice.check(implementation)
-    _check(projected, window, rows, weight, heads, dims, layer)
+    check(projected, window, rows, weight, heads, dims, layer)
     obstacle = unsupported(projected, rows, dims)
     if choice.choose(implementation, obstacle) == "mosaic_gpu":
         return from_kernel(projected, window, rows, weight, jnp.array([layer], jnp.int32), heads=heads, dims=dims)
@@ -71,8 +71,13 @@ def conv_heads(
 
 # Jitted, and the layer a run-time value, so that the layers of a model share one kernel.
 @functools.partial(jax.jit, static_argnames=("heads", "dims", "interpret"))
-def from_kernel(projected, window, rows, weight, layer, *, heads, dims, interpret=None) -> tuple[jax.Array, ...]:
-    """The kernel's results; the arguments are taken as checked and supported."""
+def from_kernel(
+    projected, window, rows, weight, layer, decay_weights=(), *, heads, dims, interpret=None
+) -> tuple[jax.Array, ...]:
+    """The kernel's results; the arguments are taken as checked and supported.
+
+    `decay_weights`, A_log and dt_bias [Hv], ask for the gates too: see `mosaic_gpu_conv.call`.
+    """
     slots, nodes, width = projected.shape
     static = mosaic_gpu_conv.Static(
         slots=slots,
@@ -83,16 +88,17 @@ def from_kernel(projected, window, rows, weight, layer, *, heads, dims, interpre
         head_dim=dims[0],
         width=width,
         taps=weight.shape[1],
+        gated=bool(decay_weights),
         dtype=projected.dtype.name,
         interpreted=interpret is not None,
     )
     tiled = static.tiles * mosaic_gpu_conv.ROWS
     others = jnp.pad(rows[..., :-1], ((0, 0), (0, tiled - nodes), (0, 0)))
     others = others.transpose(0, 2, 1).reshape(slots, static.taps - 1, static.tiles, mosaic_gpu_conv.ROWS)
-    return tuple(mosaic_gpu_conv.call(static, interpret)(layer, projected, window, others, weight.T))
+    return tuple(mosaic_gpu_conv.call(static, interpret)(layer, projected, window, others, weight, *decay_weights))
 
 
-def _check(projected, window, rows, weight, heads, dims, layer: int) -> None:
+def check(projected, window, rows, weight, heads, dims, layer: int) -> None:
     """Raises ValueError where the arguments of `tree_conv` contradict each other."""
     channels = 2 * heads[0] * dims[0] + heads[1] * dims[1]
     if projected.ndim != 3 or projected.shape[2] < channels:

@@ -36,27 +36,26 @@ def tree(
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def _tree(q, k, v, log_decay, beta, states, ancestors, layer, *, interpret):
-    slots, given, value_heads, value_dim = v.shape
-    live_nodes = log_decay.shape[1]
-    key_heads, key_dim = k.shape[2:]
+    given, live_nodes = q.shape[1], log_decay.shape[1]
     nodes = next(width for width in WIDTHS if width >= live_nodes)
     if given > nodes:
         q, k, v = (x[:, :nodes] for x in (q, k, v))
     elif given < nodes:
         q, k, v = (jnp.pad(x, ((0, 0), (0, nodes - given), (0, 0), (0, 0))) for x in (q, k, v))
-    static = mosaic_gpu_tree.Static(
-        slots=slots,
-        nodes=nodes,
-        value_heads=value_heads,
-        group=value_heads // key_heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
-    )
-    spare = static.rows - live_nodes
+    static = tree_static(q, v)
     gates = jnp.stack([jnp.maximum(log_decay, LOWEST), beta, beta], axis=1).transpose(0, 3, 1, 2)
-    gates = jnp.pad(gates, ((0, 0), (0, 0), (0, 0), (0, spare)))
-    out = mosaic_gpu_tree.call(static, interpret)(layer, q, k, v, gates, _words(ancestors, static.rows), states)
+    gates = jnp.pad(gates, ((0, 0), (0, 0), (0, 0), (0, static.rows - live_nodes)))
+    out = mosaic_gpu_tree.call(static, interpret)(layer, q, k, v, gates, tree_words(ancestors, static.rows), states)
     return out[:, :live_nodes]
+
+
+def tree_static(q: jax.Array, v: jax.Array, norm: mosaic_gpu_tree.Norm | None = None) -> mosaic_gpu_tree.Static:
+    """Of a call with queries and values of one of `WIDTHS` nodes."""
+    (slots, nodes, key_heads, key_dim), (value_heads, value_dim) = q.shape, v.shape[2:]
+    return mosaic_gpu_tree.Static(
+        slots=slots, nodes=nodes, value_heads=value_heads, group=value_heads // key_heads, key_dim=key_dim,
+        value_dim=value_dim, norm=norm,
+    )  # fmt: skip
 
 
 def replay(
@@ -82,7 +81,7 @@ def replay(
     return jax.freeze(updated)
 
 
-def _words(ancestors: jax.Array, rows: int) -> jax.Array:
+def tree_words(ancestors: jax.Array, rows: int) -> jax.Array:
     """[B, N, W] uint32 -> [B, rows / 32, rows] int32: the bits of one word for all nodes at a time, padding cleared.
 
     Depends on the tree alone, so that one XLA computation makes it once for all layers.

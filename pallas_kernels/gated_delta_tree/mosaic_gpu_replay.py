@@ -17,11 +17,9 @@ from pallas_kernels.mosaic_gpu_layouts import across, down, load
 
 DIM = 128  # Dk, and Dv: as many columns as threads
 MOST_ROWS = 128  # of a commit, so that keys and values fit in shared memory
-_PART = 32  # rows of the state that one operation takes
-_COLUMNS = plgpu.Layout.TILED(
-    plgpu.Tiling(((_PART, DIM), (32,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1
-)
-_KEYS, _VALUES = _COLUMNS.reduce(1), _COLUMNS.reduce(0)  # all of them in every thread; one in each
+PART = 32  # rows of the state that one operation takes
+COLUMNS = plgpu.Layout.TILED(plgpu.Tiling(((PART, DIM), (32,), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+KEYS, VALUES = COLUMNS.reduce(1), COLUMNS.reduce(0)  # all of them in every thread; one in each
 
 
 def call(shape: tuple[int, ...], group: int, rows: int, values_dtype, interpret):
@@ -55,16 +53,16 @@ def call(shape: tuple[int, ...], group: int, rows: int, values_dtype, interpret)
 def _commit(group, rows, k_g, v_g, gates_g, count_g, states_g, *, k_s, v_s, gates_s, ready):
     layer, slot, head = (lax.axis_index(name) for name in ("layer", "slot", "head"))
     count = jnp.minimum(count_g[slot], rows)
-    parts = [pl.ds(d, _PART) for d in range(0, DIM, _PART)]
+    parts = [pl.ds(d, PART) for d in range(0, DIM, PART)]
 
     def keys(copy, p):
-        return [across(load(k_s.at[copy, p, part], _KEYS), (_PART, DIM)) for part in parts]
+        return [across(load(k_s.at[copy, p, part], KEYS), (PART, DIM)) for part in parts]
 
     def step(p, state):
         decay, beta = gates_s[0, p], gates_s[1, p]
         recalled = functools.reduce(jnp.add, [(s * key).sum(axis=0) for s, key in zip(state, keys(0, p))])
-        update = beta * (load(v_s.at[p], _VALUES).astype(jnp.float32) - decay * recalled)
-        update = down(update, (_PART, DIM))
+        update = beta * (load(v_s.at[p], VALUES).astype(jnp.float32) - decay * recalled)
+        update = down(update, (PART, DIM))
         return [decay * s + key * update for s, key in zip(state, keys(1, p))]
 
     @pl.when(count > 0)
@@ -73,7 +71,7 @@ def _commit(group, rows, k_g, v_g, gates_g, count_g, states_g, *, k_s, v_s, gate
             plgpu.copy_gmem_to_smem(k_g.at[layer, slot, :, lax.div(head, group)], k_s.at[copy], ready)
         plgpu.copy_gmem_to_smem(v_g.at[layer, slot, :, head], v_s, ready)
         plgpu.copy_gmem_to_smem(gates_g.at[layer, slot, head], gates_s, ready)
-        state = [load(states_g.at[layer, slot, head, part], _COLUMNS) for part in parts]
+        state = [load(states_g.at[layer, slot, head, part], COLUMNS) for part in parts]
         plgpu.barrier_wait(ready)
         for part, updated in zip(parts, lax.fori_loop(0, count, step, state)):
             states_g[layer, slot, head, part] = updated

@@ -5,6 +5,8 @@ The nodes are taken in tiles of 64 rows, one after the other. Names follow `refe
 1. R = beta (v - e^G S^T k), less A U of the tiles before, by wgmma.
 2. The 64 rows of the triangular system on the tile's diagonal, in float32, 16 rows at a time in registers.
 3. output = e^G S^T q + (masked, decayed scores) U of the tiles up to this one, by wgmma.
+4. If the mixer's norm is wanted: the two thread blocks of a head are a cluster, send each other their outputs, and
+   write them normed over all columns and gated.
 
 Queries and keys are bfloat16 as given. What is float32 (the state, U, A and the scores) goes into wgmma as the sum of
 two bfloat16 numbers, the product of the two low parts left out, so that a product is good to about 2^-16.
@@ -20,6 +22,7 @@ none: with one value per row of a matrix (COLUMN), a thread reads back only what
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +38,15 @@ _SQUARE = (ROWS, ROWS)
 
 
 @dataclasses.dataclass(frozen=True)
+class Norm:
+    """Of the outputs of a head: RMSNorm, then the gate."""
+
+    eps: float
+    width: int  # F, columns of the projection
+    gates: int  # the first of the output gates among them
+
+
+@dataclasses.dataclass(frozen=True)
 class Static:
     """Everything static about one call."""
 
@@ -44,6 +56,7 @@ class Static:
     group: int  # value heads per key head
     key_dim: int
     value_dim: int
+    norm: Norm | None = None  # none: the outputs as they are
 
     @property
     def tiles(self) -> int:
@@ -64,7 +77,8 @@ def call(static: Static, interpret):
     """The kernel, a function of layer [1] int32, q and k [B, N, Hk, Dk], v [B, N, Hv, Dv], gates, words and states.
 
     Gates [B, Hv, 3, rows] float32 are log_decay, beta, and beta again of each node; words [B, 2 * tiles, rows] int32
-    the ancestor bits of each node, 32 nodes a word, all zero for padding nodes and spare rows.
+    the ancestor bits of each node, 32 nodes a word, all zero for padding nodes and spare rows. With a norm also of the
+    projection [B, N, F] and the norm's weight [Dv].
     """
     half, single = jnp.bfloat16, jnp.float32
 
@@ -80,13 +94,20 @@ def call(static: Static, interpret):
         arrival=plgpu.RefUnion(smem(static.key_dim, COLUMNS, dtype=single), smem(2, static.rows, COLUMNS)),
         # The diagonal block of A, transposed, or the parts of a matrix that multiplies U.
         factor=plgpu.RefUnion(plgpu.SMEM(_SQUARE, single), smem(2, *_SQUARE)),
-        solved_s=plgpu.SMEM((ROWS, COLUMNS), single),  # R, then U of the tile
+        # R, then U of the tile; then what `normed` needs: the output gates, and what the other block sends.
+        solved=plgpu.RefUnion(plgpu.SMEM((ROWS, COLUMNS), single), *_norm_buffers(static)),
         gates_s=plgpu.SMEM((3, static.rows), single),
         total_s=plgpu.SMEM((2, static.rows), single),  # G, twice
         gates_ready=plgpu.Barrier(),
         ready=plgpu.Barrier(num_arrivals=2),
         tile_ready=plgpu.Barrier(num_arrivals=2),
     )
+    if static.norm is not None:
+        scratch |= dict(
+            room=plgpu.ClusterBarrier(collective_axes=("columns",)),
+            output_gates_ready=plgpu.Barrier(),
+            sent=plgpu.Barrier(),
+        )
 
     def body(*refs, **scratch):
         _Block(static, *refs, **scratch).run()
@@ -95,26 +116,45 @@ def call(static: Static, interpret):
         body,
         out_type=jax.ShapeDtypeStruct((static.slots, static.nodes, static.value_heads, static.value_dim), half),
         scratch_types=scratch,
-        # Blocks that read the same keys follow each other.
-        grid=(static.slots, static.value_heads, static.value_dim // COLUMNS),
-        grid_names=("slot", "head", "columns"),
+        **_grid(static),
         kernel_name="gated_delta_tree",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
-    return lambda layer, q, k, v, gates, words, states: kernel(layer, q, k, v, gates, words, words, states)
+    return lambda layer, q, k, v, gates, words, *rest: kernel(layer, q, k, v, gates, words, words, *rest)
+
+
+def _norm_buffers(static: Static) -> list:
+    if static.norm is None:
+        return []
+    shape, dtype = (ROWS, COLUMNS), jnp.bfloat16
+    # TMA reads whole tiles of a row, here of the projection.
+    gates = plgpu.SMEM(shape, dtype, transforms=tiled(math.gcd(COLUMNS, static.norm.width), dtype))
+    return [[gates, plgpu.SMEM(shape, dtype, transforms=tiled(COLUMNS, dtype))]]
+
+
+def _grid(static: Static) -> dict:
+    """Thread blocks that read the same keys follow each other."""
+    heads, parts = (static.slots, static.value_heads), static.value_dim // COLUMNS
+    if static.norm is None:
+        return dict(grid=(*heads, parts), grid_names=("slot", "head", "columns"))
+    return dict(grid=heads, grid_names=("slot", "head"), cluster=(parts,), cluster_names=("columns",))
 
 
 class _Block:
     """What one thread block does; attributes are its refs: _g in global, _s in shared memory."""
 
-    def __init__(self, static: Static, *refs, arrival, factor, **scratch):
+    def __init__(self, static: Static, *refs, arrival, factor, solved, **scratch):
         self.static = static
         self.slot, self.head = lax.axis_index("slot"), lax.axis_index("head")
         self.key_head = lax.div(self.head, static.group)
         self.columns = pl.ds(lax.axis_index("columns") * COLUMNS, COLUMNS)
         self.layer_g, self.q_g, self.k_g, self.v_g, self.gates_g, *refs = refs
-        self.words_g, self.same_words_g, self.states_g, self.out_g = refs
+        self.words_g, self.same_words_g, self.states_g, *refs, self.out_g = refs
+        self.solved_s, *norm_buffers = solved
+        if static.norm is not None:
+            self.projected_g, self.norm_g = refs
+            ((self.output_gates_s, self.others_s),) = norm_buffers
         self.arriving_s, self.update_s = arrival
         self.diagonal_s, self.factor_s = factor
         vars(self).update(scratch)
@@ -138,6 +178,8 @@ class _Block:
         def tile(t, _):
             plgpu.barrier_wait(self.tile_ready)
             self.solve(t)
+            if static.norm is not None:
+                self.make_room(t)
             self.write(t)
             pl.when(t + 1 < static.tiles)(lambda: self.fetch(t + 1))
 
@@ -222,12 +264,37 @@ class _Block:
             scores = _multiply(self.q_s, self.k_s.at[_rows(c)].transpose((1, 0)))
             return out + self.times_updates(self.decayed(t, c, scores), c)
 
-        self.v_s[...] = lax.fori_loop(0, t + 1, add, out).astype(jnp.bfloat16)
+        out = lax.fori_loop(0, t + 1, add, out).astype(jnp.bfloat16)
+        self.v_s[...] = out if self.static.norm is None else self.normed(out)
         _settle()
         nodes = pl.ds(t * ROWS, self.static.tile_nodes)
         finished = self.v_s.at[pl.ds(0, self.static.tile_nodes)]
         plgpu.copy_smem_to_gmem(finished, self.out_g.at[self.slot, nodes, self.head, self.columns])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def make_room(self, t) -> None:
+        """Lets the other block send, and starts the copy of the output gates: U of the tile lies elsewhere now."""
+        plgpu.barrier_arrive(self.room)
+        first = self.static.norm.gates + self.head * self.static.value_dim + lax.axis_index("columns") * COLUMNS
+        gates = self.projected_g.at[self.slot, pl.ds(t * ROWS, ROWS), pl.ds(first, COLUMNS)]
+        plgpu.copy_gmem_to_smem(gates, self.output_gates_s, self.output_gates_ready)
+
+    def normed(self, out: jax.Array) -> jax.Array:
+        """Outputs [64, 64] normed over the columns of both blocks, and gated."""
+        plgpu.barrier_wait(self.room)
+        other = 1 - lax.axis_index("columns")
+        plgpu.async_store_smem(out, self.others_s, self.sent, cluster_idx=other, cluster_dim="columns")
+        wide = out.astype(jnp.float32)
+        squares = (wide * wide).sum(axis=1)
+        plgpu.barrier_wait(self.output_gates_ready)
+        gate = load(self.output_gates_s, MATRIX).astype(jnp.float32)
+        weight = down(load(self.norm_g.at[self.columns], ROW), _SQUARE)
+        plgpu.barrier_wait(self.sent)
+        others = load(self.others_s, MATRIX).astype(jnp.float32)
+        squares = squares + (others * others).sum(axis=1)
+        scale = lax.rsqrt(squares * (1.0 / self.static.value_dim) + self.static.norm.eps)
+        weighed = (wide * across(scale, _SQUARE)).astype(jnp.bfloat16) * weight
+        return (weighed.astype(jnp.float32) * (gate / (1.0 + jnp.exp(-gate)))).astype(jnp.bfloat16)
 
     def sees(self, t, c) -> jax.Array:
         """[64, 64] int32: 1 where the row's node of tile t is, or descends from, the column's of tile c."""
