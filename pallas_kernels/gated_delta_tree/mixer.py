@@ -1,7 +1,8 @@
 """A Gated DeltaNet mixer between its two projections: convolution, gates, recurrence, norm and output gate.
 
 Shape letters: M recurrent layers, B slots, N nodes, W taps, C channels (queries, keys, values), Hk, Hv key and value
-heads, Dk and Dv their dimensions, F columns of the projection: C, then Hv write strengths, Hv decays, Hv Dv output gates, then anything.
+heads, Dk and Dv their dimensions, F columns of the projection: C, then Hv write strengths, Hv decays, Hv Dv output
+gates, then anything.
 """
 
 from __future__ import annotations
