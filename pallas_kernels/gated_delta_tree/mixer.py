@@ -168,5 +168,7 @@ def _check(projected: jax.Array, weights: MixerWeights, heads: tuple[int, int], 
 def _unsupported(projected, rows, heads, dims) -> str | None:
     """Why the kernels cannot do a call, or None."""
     batch, nodes = projected.shape[:2]
+    if nodes > 1 and heads[1] % 8:
+        return f"{heads[1]} value heads (multiples of 8 only, but for one token)"
     q, v = (jax.ShapeDtypeStruct((batch, nodes, h, d), projected.dtype) for h, d in zip(heads, dims))
     return conv.unsupported(projected, rows, dims) or mosaic_gpu.tree_unsupported(q, v, nodes)

@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gated_delta_tree.reference import LOWEST
 from pallas_kernels.mosaic_gpu_layouts import COLUMN, MATRIX, ROW, ROWS, across, add_product, down, load, tiled
 
-_COPIED = 8  # columns: the fewest that TMA copies of bfloat16
+_COPIED = 8  # columns: the fewest that TMA copies of bfloat16, and only from a multiple of them on
 _WINDOW_ROWS = 16  # of the window's tile: the least that wgmma multiplies with
 L2_EPS = 1e-6
 
@@ -106,7 +106,8 @@ def _body(s: Static, layer_g, projected_g, window_g, rows_g, weight_g, *refs, **
         plgpu.griddepcontrol_launch_dependents()
         plgpu.griddepcontrol_wait()
     if s.gated:
-        pl.when(head >= 2 * s.key_heads)(lambda: _fetch_gates(s, projected_g, slot, tile, head, scratch))
+        own = functools.partial(_fetch_gates, s, projected_g, slot, tile, head - 2 * s.key_heads, scratch)
+        pl.when(head >= 2 * s.key_heads)(own)
     plgpu.copy_gmem_to_smem(window_g.at[layer_g[0], slot, pl.ds(0, _WINDOW_ROWS), columns], window_s, ready)
 
     @pl.loop(0, s.tiles)
@@ -148,24 +149,32 @@ def _body(s: Static, layer_g, projected_g, window_g, rows_g, weight_g, *refs, **
     pl.when((head >= keys) & (head < values))(lambda: send(unit(1.0), k_g, head - keys))
     pl.when(head >= values)(lambda: send(mixed, v_g, head - values))
     if s.gated:
-        pl.when(head >= values)(lambda: _write_gates(slot, tile, head - values, *decay_g, *gates_g, scratch))
+        pl.when(head >= values)(lambda: _write_gates(s, slot, tile, head - values, *decay_g, *gates_g, scratch))
     plgpu.wait_smem_to_gmem(0)
 
 
-def _fetch_gates(s: Static, projected_g, slot, tile, head, scratch) -> None:
-    """Brings the columns of a value head's write strengths and decays (and some after them)."""
-    for i in range(2):
-        column = s.channels + i * s.value_heads + head - 2 * s.key_heads
-        columns = projected_g.at[slot, pl.ds(tile * ROWS, ROWS), pl.ds(column, _COPIED)]
-        plgpu.copy_gmem_to_smem(columns, scratch["gates_s"].at[i], scratch["gates_ready"])
+def _gate_columns(s: Static, value_head) -> list:
+    """Where the projection has a value head's write strength and its decay."""
+    return [s.channels + i * s.value_heads + value_head for i in range(2)]
 
 
-def _write_gates(slot, tile, value_head, rate_log_g, bias_g, gates_g, scratch) -> None:
+def _fetch_gates(s: Static, projected_g, slot, tile, value_head, scratch) -> None:
+    """Brings the columns of a value head's write strengths and decays, and their neighbours."""
+    for i, column in enumerate(_gate_columns(s, value_head)):
+        columns = pl.ds(lax.div(column, _COPIED) * _COPIED, _COPIED)
+        source = projected_g.at[slot, pl.ds(tile * ROWS, ROWS), columns]
+        plgpu.copy_gmem_to_smem(source, scratch["gates_s"].at[i], scratch["gates_ready"])
+
+
+def _write_gates(s: Static, slot, tile, value_head, rate_log_g, bias_g, gates_g, scratch) -> None:
     """Logarithm of the decay, and twice the write strength: see `mixer.gates`."""
     plgpu.barrier_wait(scratch["gates_ready"])
-    first = plgpu.broadcasted_iota(jnp.int32, (ROWS, _COPIED), 1, layout=MATRIX) == 0
+    place = plgpu.broadcasted_iota(jnp.int32, (ROWS, _COPIED), 1, layout=MATRIX)
     copied = (load(scratch["gates_s"].at[i], MATRIX).astype(jnp.float32) for i in range(2))
-    strength, raw = (jnp.where(first, x, 0.0).sum(axis=1) for x in copied)
+    strength, raw = (
+        jnp.where(place == lax.rem(column, _COPIED), x, 0.0).sum(axis=1)
+        for column, x in zip(_gate_columns(s, value_head), copied)
+    )
     log_decay, beta = fast_gates(strength, raw, rate_log_g[value_head], bias_g[value_head])
     for i, gate in enumerate((log_decay, beta, beta)):
         gates_g[slot, value_head, i, pl.ds(tile * ROWS, ROWS)] = gate

@@ -129,7 +129,8 @@ def _norm_buffers(static: Static) -> list:
         return []
     shape, dtype = (ROWS, COLUMNS), jnp.bfloat16
     # TMA reads whole tiles of a row, here of the projection.
-    gates = plgpu.SMEM(shape, dtype, transforms=tiled(math.gcd(COLUMNS, static.norm.width), dtype))
+    tile = math.gcd(COLUMNS, static.norm.width, static.norm.gates)
+    gates = plgpu.SMEM(shape, dtype, transforms=tiled(tile, dtype))
     return [[gates, plgpu.SMEM(shape, dtype, transforms=tiled(COLUMNS, dtype))]]
 
 

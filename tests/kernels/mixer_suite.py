@@ -16,7 +16,8 @@ from suite import pack
 from pallas_kernels.gated_delta_tree import MixerWeights
 
 EPS, LAYER, LAYERS, TAPS = 1e-5, tree_conv_suite.LAYER, tree_conv_suite.LAYERS, tree_conv_suite.TAPS
-TOLERANCE = {"bfloat16": 1.2e-2, "float32": 2e-6}
+# Of all heads, and of one: queries, keys, values and outputs are rounded, and some heads have outputs that cancel.
+TOLERANCE = {"bfloat16": (1.2e-2, 4e-2), "float32": (2e-6, 4e-6)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,5 +104,7 @@ class MixerSuite:
         got, wanted = self.mix(case, operands), oracle(case, *operands)
         assert got.shape == (case.slots, case.nodes, case.heads[1] * case.dim) and got.dtype == case.dtype
         got = np.asarray(got, np.float64).reshape(wanted.shape)
-        error = max(relative_error(got[:, :, h], wanted[:, :, h]) for h in range(case.heads[1]))
-        assert error <= TOLERANCE[case.dtype], f"relative error of one head {error:.2e}"
+        error = relative_error(got, wanted)
+        worst = max(relative_error(got[:, :, h], wanted[:, :, h]) for h in range(case.heads[1]))
+        most, most_of_one = TOLERANCE[case.dtype]
+        assert error <= most and worst <= most_of_one, f"relative errors {error:.2e}, of one head {worst:.2e}"

@@ -51,8 +51,8 @@ class TestGpu(MixerSuite):
     cases = (
         *(Case(nodes=n, heads=(16, 48)) for n in (1, 2, 7, 16, 32, 64, 128, 256)),
         *(Case(nodes=n, heads=(16, 32), slots=2) for n in (1, 24, 64, 200)),
-        *(Case(nodes=n, slots=3, mask="chain") for n in (1, 64, 128)),
-        *(Case(nodes=n, heads=(2, 8)) for n in (1, 64)),
+        *(Case(nodes=n, heads=(2, 8), slots=3, mask="chain") for n in (1, 64, 128)),
+        Case(nodes=1, heads=(1, 3)),
     )
 
     def mix(self, case, operands):
@@ -66,7 +66,8 @@ class TestGpu(MixerSuite):
         @jax.jit
         def chain(projected):
             def call(_, projected):  # the outputs become the next output gates
-                out = _kernels(projected, *operands[1:], heads=(16, 48))
+                # A kernel of its own writes them there: XLA must not let ours write into the middle of an array.
+                out = jax.lax.optimization_barrier(_kernels(projected, *operands[1:], heads=(16, 48)))
                 return projected.at[..., -out.shape[-1] :].set(out)  # none is spare at this shape
 
             return jax.lax.fori_loop(0, 50, call, projected)
@@ -128,7 +129,14 @@ def test_arguments_that_do_not_fit_are_named(wrong, message):
         gated_delta_mixer(*operands, weights, **(dict(heads=(1, 2), eps=EPS, layer=LAYER) | wrong))
 
 
-@pytest.mark.parametrize("refused,message", [(Case(nodes=13), "13 nodes"), (Case(nodes=1, dim=64), "Dk = 64")])
+@pytest.mark.parametrize(
+    "refused,message",
+    [
+        (Case(nodes=13, heads=(1, 8)), "13 nodes"),
+        (Case(nodes=1, dim=64), "Dk = 64"),
+        (Case(nodes=16), "2 value heads"),
+    ],
+)
 def test_what_the_kernels_cannot_do_is_named(refused, message):
     with pytest.raises(NotImplementedError, match=message):
         gated_delta_mixer(
