@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import decode_step
+from benchmarks import decode_step, width_choice
 from benchmarks._floor import pass_work, round_work, step_rows
 from benchmarks._models import DRAFTER_KINDS, TARGETS, models
 from benchmarks._rounds import Rounds
@@ -216,3 +216,10 @@ def test_what_cannot_be_timed_is_said(capsys, arguments, message):
     with pytest.raises(SystemExit):
         decode_step.parse(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_rounds_that_choose_their_width_are_timed_beside_rounds_of_it(capsys):
+    arguments = ["--shape", "tiny", "--context", "20", "--widths", "2,4", "--seconds", "0.01"]
+    table = width_choice.main(arguments)
+    assert [n for n, *_ in table] == [2, 4] and all(fixed > 0 and chosen > 0 for _, fixed, chosen in table)
+    assert len(capsys.readouterr().out.splitlines()) == 4
