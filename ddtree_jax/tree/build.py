@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from ddtree_jax.tree.chain import root_tree
 from ddtree_jax.tree.draft_tree import DraftTree
 from ddtree_jax.tree.frontier import Plan, check_array, check_num_nodes, frontier_plan, roots_of, tree_of_best
-from ddtree_jax.tree.select import clean_log_probs, sorted_largest, top_tokens
+from ddtree_jax.tree.select import clean_log_probs, largest_by_keys, top_tokens
 
 
 def build_tree(log_probs: jax.Array, num_nodes: int, *, root_tokens: jax.Array | None = None) -> DraftTree:
@@ -94,13 +94,20 @@ def build_from_top(
 def _frontiers(token_log_prob: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
     """The kept prefixes of all depths, shallow first: log probability and pair number, each [B, sum of W]."""
     batch = token_log_prob.shape[0]
+    none, impossible = (jnp.full((batch, 1), x, jnp.float32) for x in (0.0, -jnp.inf))
+    table = jnp.concatenate([token_log_prob.reshape(batch, -1), none, impossible], axis=1)
     weights = jnp.zeros((batch, 1), jnp.float32)
-    all_weights, all_pairs, first_pair = [], [], 0
-    for depth, width in enumerate(plan.widths):
-        # A child is never more probable than its parent: rounding is monotone and no token is above 0.
-        candidates = weights[:, plan.prefix[depth]] + token_log_prob[:, depth][:, plan.rank[depth]]
-        weights, kept = sorted_largest(candidates, width)
-        all_weights.append(weights)
-        all_pairs.append(kept + first_pair)
-        first_pair += plan.prefix[depth].size
+    all_weights, all_pairs = [], []
+    for step in plan.steps:
+        # Depth by depth, as float32 adds: a child is never more probable than its parent, since rounding is monotone
+        # and no token is above 0. The last sums are the candidates' own, those before are the sums of their ancestors.
+        sums = [weights[:, step.prefix]]
+        for tokens in step.tokens:
+            sums.append(sums[-1] + table[:, tokens])  # [B, m, M]
+        kept = largest_by_keys(sums[:0:-1], max(step.widths))
+        best = jnp.take_along_axis(sums[-1], kept, axis=2, mode="clip")
+        for level, width in enumerate(step.widths):
+            all_weights.append(best[:, level, :width])
+            all_pairs.append(kept[:, level, :width] + step.first_pair + level * step.prefix.shape[1])
+        weights = all_weights[-1]
     return jnp.concatenate(all_weights, axis=1), jnp.concatenate(all_pairs, axis=1)
