@@ -7,7 +7,16 @@ depth d has d - 1 ancestors there, and at most N - d of G lie at depth d. If eve
 kept, every one at depth d is among the candidates, where all others are less probable or come later: the N - d best
 hold them.
 
-Shape letters: B slots · N nodes, root included · L draft depth · R tokens per depth · W prefixes kept at one depth.
+Where the tokens of a depth have one distribution whatever the prefix, most candidates need not be looked at. Take the
+i-th prefix kept at depth a with tokens of 1-based ranks r_1..r_m below it. The first i prefixes with ranks of at most
+r_1..r_m are at least as probable and come no later, depth by depth: i at depth a, i r_1 below them, i r_1 r_2 below
+those and so on, beside a - 1 ancestors. If all of them are more than N - 1, the candidate is not in G. So few are left
+that some depths can go together: candidates of m depths below one list of kept prefixes, each depth sorted by itself.
+That gives the order of going depth by depth: by probability, equal ones by that of their parents and so on up to the
+kept prefixes, then by place and ranks.
+
+Shape letters: B slots · N nodes, root included · L draft depth · R tokens per depth · W prefixes kept at one depth ·
+m depths of a step · M candidates of one depth.
 """
 
 from __future__ import annotations
@@ -22,9 +31,12 @@ import numpy as np
 from ddtree_jax.tree.draft_tree import DraftTree, place_of, tree_below_root
 from ddtree_jax.tree.select import sorted_largest
 
+# A step takes several depths as long as it compares no more numbers: of any two candidates of one depth those of m
+# depths. A step less is three kernels less, which saves an H200 some 7 us.
+STEP_COMPARISONS = 7_000_000
 
-# A step takes several depths as long as it compares no more candidates: a kernel fewer saves an H200 some 2.5 us.
-STEP_COMPARISONS = 3_000_000
+# In place of a token: none, since the candidate is shallower, or one that makes it impossible.
+NO_TOKEN, IMPOSSIBLE = -1, -2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +49,7 @@ class Step:
     Attributes:
       prefix: [m, M] int32, the candidate's kept prefix, as a position within the depth above the step.
       tokens: [m, m, M] int32; [i] holds the tokens at the step's depth i, as places in the flattened [L * R], or
-        L * R for none (the candidate is shallower), or L * R + 1 for an impossible one.
+        `NO_TOKEN` or `IMPOSSIBLE`.
       widths: prefixes kept at each of the m depths.
       first_pair: number of the step's first candidate.
     """
@@ -78,10 +90,10 @@ def frontier_plan(num_nodes: int, depths: int, ranks: int, *, independent: bool 
         levels = [kept.children(num_nodes, ranks, independent)]
         while independent and above + len(levels) < depths:
             below = levels[-1].children(num_nodes, ranks, independent)
-            if (len(levels) + 1) * max(len(x.prefix) for x in (*levels, below)) ** 2 > STEP_COMPARISONS:
+            if _comparisons([*levels, below]) > STEP_COMPARISONS:
                 break
             levels.append(below)
-        step = _step(levels, depths * ranks, num_nodes, first_pair)
+        step = _step(levels, num_nodes, first_pair)
         above_pairs = -1 if above == 0 else -2 - sum(widths[:-1]) - levels[0].prefix
         tables += _pair_tables(levels, step, above_pairs)
         first_pair += step.prefix.size
@@ -110,8 +122,8 @@ class _Level:
     product: np.ndarray
     before: np.ndarray
 
-    def children(self, num_nodes: int, ranks: int, independent: bool) -> "_Level":
-        """All children, or those before which few enough candidates come for the tree to hold them."""
+    def children(self, num_nodes: int, ranks: int, independent: bool) -> _Level:
+        """All children, or those that the tree can hold with all that come before them."""
         room = (num_nodes - 1 - self.before) // self.product if independent else np.full_like(self.before, ranks)
         room = np.clip(room, 0, ranks)
         parent = np.repeat(np.arange(len(room)), room)
@@ -128,11 +140,15 @@ def _kept(depth: int, width: int) -> _Level:
     return _Level(depth, place, none, place, place + 1, before)
 
 
-def _step(levels: list[_Level], num_tokens: int, num_nodes: int, first_pair: int) -> Step:
+def _comparisons(levels: list[_Level]) -> int:
+    return (len(levels) * max(len(level.prefix) for level in levels)) ** 2
+
+
+def _step(levels: list[_Level], num_nodes: int, first_pair: int) -> Step:
     longest = max(len(level.prefix) for level in levels)
     prefix = np.zeros((len(levels), longest), np.int32)
-    tokens = np.full((len(levels), *prefix.shape), num_tokens, np.int32)
-    tokens[0] = num_tokens + 1
+    tokens = np.full((len(levels), *prefix.shape), NO_TOKEN, np.int32)
+    tokens[0] = IMPOSSIBLE
     for i, level in enumerate(levels):
         prefix[i, : len(level.prefix)] = level.prefix
         tokens[: i + 1, i, : len(level.prefix)] = level.tokens
