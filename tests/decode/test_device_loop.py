@@ -89,6 +89,8 @@ def test_a_round_copies_no_cache_and_no_weight(pair, num_nodes, monkeypatch):
 def test_stacked_weights_are_made_before_the_rounds(pair):
     """The drafter's projections of the context, side by side: a copy a call, none in the body of the loop."""
     plan, (params, request, _, _, state) = arguments(pair, [[1, 2, 3]])
+    prepared = plan.loop.prepare(params)
+    assert plan.loop.prepare(prepared) == prepared  # as it is
     text = device.advance.lower(plan.loop, params, request, state, ALL_ROUNDS).compile().as_text()
     body = re.search(r" while\(.*body=%([\w.]+)", text)[1]
     once, every_round = (

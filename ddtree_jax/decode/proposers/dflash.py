@@ -52,6 +52,8 @@ class DFlashProposer:
 
     def prepare(self, params: Any) -> Any:
         """With the context's weights of all layers side by side (`ContextWeights`)."""
+        if "context" in params:
+            return params
         weights = DFlash(self.config).apply({"params": params}, method=DFlash.context_weights)
         return {**params, "context": weights}
 

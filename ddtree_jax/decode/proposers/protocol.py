@@ -56,7 +56,7 @@ class Proposer(Protocol):
         """The parameters as `propose` and `absorb` are quickest with them; they take those of a checkpoint too.
 
         Called inside each jitted entry point, outside its loops: what is derived from parameters alone is made here,
-        not in every round. Preparing twice changes nothing.
+        not in every round. Prepared ones are returned as they are, for callers of many entry points.
         """
 
     def init_cache(self, batch: int, rows: int) -> Any:
