@@ -59,11 +59,13 @@ class Part:
       name: "round", or the part of a round.
       step: one turn.
       make: makes (fixed, carry) on the device; the carry is donated to the loop.
+      prepare: params of the loop -> params of its turns, before the first.
     """
 
     name: str
     step: Callable[[Any, Any, Any], Any]
     make: Callable[[], tuple[Any, Any]]
+    prepare: Callable[[Any], Any] = lambda params: params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +88,11 @@ class Rounds:
 
     def parts(self) -> list[Part]:
         """The whole round first, then its parts in order."""
-        whole = Part("round", self._round, lambda: (None, self._state()))
+        prepare = self.loop.prepare
+        whole = Part("round", self._round, lambda: (None, self._state()), prepare)
         verify = Part("verify", self._verify, lambda: ((self._state(), self._tree()), self._tree().tokens))
-        commit = Part("accept+commit", self._commit, lambda: (self._verified(), (self._state(), self._draws())))
+        operands = lambda: (self._verified(), (self._state(), self._draws()))  # noqa: E731
+        commit = Part("accept+commit", self._commit, operands, prepare)
         if isinstance(self.loop.proposer, NoDraft):
             return [whole, verify, commit]
         start = lambda: (self._state(), jnp.zeros((1,), jnp.int32))  # noqa: E731
@@ -227,6 +231,7 @@ def compile_part(part: Part, params: Any) -> Callable:
 
     @functools.partial(jax.jit, donate_argnums=2)
     def run(params, fixed, carry, turns):
+        params = part.prepare(params)
         return lax.fori_loop(0, turns, lambda _, carry: part.step(params, fixed, carry), carry)
 
     fixed, carry = jax.eval_shape(part.make)

@@ -60,8 +60,10 @@ def _decode_stream(decoder: IncrementalDecoder, chunks: Iterator[list[int]]) -> 
 
 
 def _stream(target, drafter, plan: Plan, encoded, temperature, rounds_per_step) -> Iterator[list[int]]:
-    params, request, *_, state = args = inputs(target, drafter, plan, encoded, 0, temperature)
-    state = device.executable(device.start, plan.loop, *args)[0](*args)
+    params, *args = inputs(target, drafter, plan, encoded, 0, temperature)
+    params = plan.loop.prepare(params)  # once for all calls
+    request, *_, state = args
+    state = device.executable(device.start, plan.loop, params, *args)[0](params, *args)
     steps = jnp.int32(rounds_per_step)
     step = device.executable(device.advance, plan.loop, params, request, state, steps)[0]
     sent = 0
@@ -103,8 +105,10 @@ def trace(
 
 
 def _trace(target, drafter, plan: Plan, encoded, temperature) -> Iterator[RoundTrace]:
-    params, request, *_, state = args = inputs(target, drafter, plan, encoded, 0, temperature)
-    state = device.executable(device.start, plan.loop, *args)[0](*args)
+    params, *args = inputs(target, drafter, plan, encoded, 0, temperature)
+    params = plan.loop.prepare(params)  # once for all calls
+    request, *_, state = args
+    state = device.executable(device.start, plan.loop, params, *args)[0](params, *args)
     look = device.executable(device.verify, plan.loop, params, request, state)[0]
     one = jnp.int32(1)
     step = device.executable(device.advance, plan.loop, params, request, state, one)[0]

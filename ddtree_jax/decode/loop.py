@@ -108,11 +108,16 @@ class DecodeLoop:
             calibration=Calibration.empty(self.widths) if self.widths else None,
         )
 
+    def prepare(self, params: Any) -> Any:
+        """`params` with the drafter's as its proposer wants them in a loop (`Proposer.prepare`)."""
+        return {**params, "drafter": self.proposer.prepare(params["drafter"])}
+
     def prefill(self, params: Any, request: Request, prompt: jax.Array, prompt_length: jax.Array, state: DecodeState):
         """Runs the prompts [B, S] (right-padded, live up to `prompt_length` [B]) and draws each first token.
 
         S is a multiple of `chunk`; passes that hold no live token are skipped.
         """
+        params = self.prepare(params)
         chunk, taps = self.chunk, self.proposer.taps
         causal = jnp.asarray(static_bits(np.tri(chunk, dtype=bool)))
         causal = jnp.broadcast_to(causal[None], (prompt.shape[0], *causal.shape))
@@ -216,6 +221,7 @@ class DecodeLoop:
 
     def advance(self, params: Any, request: Request, state: DecodeState, max_rounds: jax.Array) -> DecodeState:
         """Rounds until every slot is done, `max_rounds` [] int32 at most."""
+        params = self.prepare(params)
 
         def unfinished(carry):
             rounds, state = carry

@@ -63,6 +63,8 @@ class DecodeState:
 
 def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
     """Writes rows [B, P] into buffer [B, O] from column start [B] on; O >= start + P, so that nothing is clamped."""
+    if len(buffer) == 1:  # batched, it is a scatter: more kernels
+        return jax.lax.dynamic_update_slice(buffer, rows, (jnp.zeros_like(start[0]), start[0]))
     return jax.vmap(lambda b, r, s: jax.lax.dynamic_update_slice(b, r, (s,)))(buffer, rows, start)
 
 
@@ -82,4 +84,4 @@ def clip_commit(tokens: jax.Array, length: jax.Array, room: jax.Array, stop_toke
     is_stop = jnp.any(tokens[:, :, None] == stop_tokens[None, None, :], axis=-1) & (rows < kept[:, None])
     first_stop = jnp.min(jnp.where(is_stop, rows, tokens.shape[1]), axis=1)
     count = jnp.minimum(kept, first_stop + 1)
-    return count, jnp.any(is_stop, axis=1) | (count >= room)
+    return count, (first_stop < tokens.shape[1]) | (count >= room)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ddtree_jax.tree.draft_tree import DraftTree
-from pallas_kernels.tree_attention.masks import pack_bits, unpack_bits
+from pallas_kernels.tree_attention.masks import pack_bits
 
 
 @jax.tree_util.register_dataclass
@@ -43,8 +43,8 @@ def accept(tree: DraftTree, draws: jax.Array, *, max_path: int) -> Acceptance:
 
     All nodes are checked at once. An edge holds if the draw at the parent is the child's token; a node is reached if
     the edges of all its ancestors and its own hold, which on packed words is one and-not; siblings have distinct
-    tokens, so the reached nodes form one path and the deepest one ends it. (With equal siblings, which no builder
-    here makes, the first of the deepest nodes wins.)
+    tokens, so the reached nodes form one path. (Of equal siblings, which no builder here makes and which stand for the
+    same text, the first reached counts at each depth.)
 
     Args:
       tree: the verified `DraftTree`.
@@ -68,18 +68,15 @@ def accept(tree: DraftTree, draws: jax.Array, *, max_path: int) -> Acceptance:
     edge_ok = (node == 0) | ((node < tree.size[:, None]) & (tree.tokens == drawn_above))  # [B, N]
     broken = tree.ancestors & ~pack_bits(edge_ok)[:, None, :]  # [B, N, Q]
     reached = jnp.all(broken == jnp.uint32(0), axis=-1)  # [B, N]
-    last = jnp.argmax(jnp.where(reached, tree.depth, -1), axis=1).astype(jnp.int32)  # [B]
-
-    last_depth = jnp.take_along_axis(tree.depth, last[:, None], axis=1, mode="clip")  # [B, 1]
-    last_bits = jnp.take_along_axis(tree.ancestors, last[:, None, None], axis=1, mode="clip")[:, 0]  # [B, Q]
-    on_path = unpack_bits(last_bits, num_nodes)  # [B, N]
-    # The path holds one node of every depth, so "the node of depth k on the path" needs no sequential walk.
+    # One number says how deep a node lies and, of equally deep ones, which is the first. The largest up to depth k is
+    # the path's node of depth k, or where the path ends before that its last: one reduction instead of a walk.
     step = jnp.arange(max_path, dtype=jnp.int32)[None]  # [1, P]
-    here = on_path[:, None, :] & (tree.depth[:, None, :] == step[:, :, None])  # [B, P, N]
-    path = jnp.sum(jnp.where(here, node[:, None, :], 0), axis=-1, dtype=jnp.int32)  # [B, P]
-    path = jnp.where(step <= last_depth, path, last[:, None])
+    seen = reached[:, None, :] & (tree.depth[:, None, :] <= step[:, :, None])  # [B, P, N]
+    number = tree.depth * num_nodes + (num_nodes - 1 - node)
+    deepest = jnp.max(jnp.where(seen, number[:, None, :], 0), axis=-1)  # [B, P]; the root is always reached
+    path = num_nodes - 1 - deepest % num_nodes
     return Acceptance(
         path=path,
-        length=jnp.minimum(last_depth[:, 0] + 1, max_path),
+        length=deepest[:, -1] // num_nodes + 1,
         tokens=jnp.take_along_axis(draws, path, axis=1, mode="clip"),
     )

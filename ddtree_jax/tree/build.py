@@ -3,8 +3,8 @@
 The drafter gives one distribution per depth and treats depths as independent, so a prefix has the product of its
 tokens' probabilities. The tree that maximises the expected number of accepted nodes under that model is the set of
 the N - 1 most probable prefixes, which is prefix-closed by itself (DDTree, arXiv 2604.12989, Propositions 1 and 2).
-The paper finds it with a heap on the host (Algorithm 1). Here the same set comes from one small top-k per depth and
-one over all depths, without a heap and without leaving the device; see `build_from_top`.
+The paper finds it with a heap on the host (Algorithm 1). Here the same set comes from a few small selections, of some
+depths at a time, and one over all depths, without a heap and without leaving the device; see `build_from_top`.
 
 Shape letters: B slots · N nodes, root included · L draft depth · V vocabulary · R tokens kept per depth (top-k) ·
 W prefixes kept at one depth.
@@ -14,11 +14,21 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from ddtree_jax.tree.chain import root_tree
 from ddtree_jax.tree.draft_tree import DraftTree
-from ddtree_jax.tree.frontier import Plan, check_array, check_num_nodes, frontier_plan, roots_of, tree_of_best
-from ddtree_jax.tree.select import clean_log_probs, sorted_largest, top_tokens
+from ddtree_jax.tree.frontier import (
+    NO_TOKEN,
+    Plan,
+    check_array,
+    check_num_nodes,
+    frontier_plan,
+    roots_of,
+    tree_of_best,
+)
+from ddtree_jax.tree.select import clean_log_probs, largest_by_keys, top_tokens
 
 
 def build_tree(log_probs: jax.Array, num_nodes: int, *, root_tokens: jax.Array | None = None) -> DraftTree:
@@ -56,11 +66,9 @@ def build_from_top(
 ) -> DraftTree:
     """`build_tree` on tokens that were already picked per depth, best first (by `top_tokens` or a fused kernel).
 
-    Depth by depth, keep the W most probable prefixes out of (those kept one depth above) x (tokens of this depth).
-    Both lists are sorted, so the pair of the i-th prefix and the r-th token (from 1) has i * r - 1 pairs that are at
-    least as probable and ordered before it: only pairs with i * r <= W can survive, about W ln W of them instead of
-    W * R, and which they are is known at trace time. A node at depth d has d - 1 drafted ancestors, so N - d
-    prefixes are enough at depth d.
+    Depth by depth, or some depths at once, keep the most probable of the prefixes kept above x the tokens below them.
+    All lists are sorted, so that a prefix has many that come before it, known by its ranks alone. Which candidates the
+    tree can hold is therefore known at trace time, about N ln N of N * R at one depth; see `frontier`.
 
     The result is exact with R = min(N - 1, V) tokens per depth (Lemma 1 of the paper). With fewer it is exact among
     the trees of these tokens.
@@ -94,13 +102,27 @@ def build_from_top(
 def _frontiers(token_log_prob: jax.Array, plan: Plan) -> tuple[jax.Array, jax.Array]:
     """The kept prefixes of all depths, shallow first: log probability and pair number, each [B, sum of W]."""
     batch = token_log_prob.shape[0]
+    flat = token_log_prob.reshape(batch, -1)
+
+    def at(tokens: np.ndarray) -> jax.Array:
+        values = jnp.take(flat, tokens, axis=1, mode="clip")
+        absent = jnp.where(tokens == NO_TOKEN, 0.0, -jnp.inf).astype(jnp.float32)
+        return jnp.where((tokens >= 0)[None], values, absent[None])
+
     weights = jnp.zeros((batch, 1), jnp.float32)
-    all_weights, all_pairs, first_pair = [], [], 0
-    for depth, width in enumerate(plan.widths):
-        # A child is never more probable than its parent: rounding is monotone and no token is above 0.
-        candidates = weights[:, plan.prefix[depth]] + token_log_prob[:, depth][:, plan.rank[depth]]
-        weights, kept = sorted_largest(candidates, width)
-        all_weights.append(weights)
-        all_pairs.append(kept + first_pair)
-        first_pair += plan.prefix[depth].size
+    all_weights, all_pairs = [], []
+    for step in plan.steps:
+        # Depth by depth, as float32 adds: a child is never more probable than its parent, since rounding is monotone
+        # and no token is above 0. The last sums are the candidates' own, those before are the sums of their ancestors.
+        sums = [jnp.take(weights, step.prefix, axis=1, mode="clip")]
+        for tokens in step.tokens:
+            sums.append(sums[-1] + at(tokens))  # [B, m, M]
+        # Made once: XLA would add them up in every comparison, or keep the comparisons in memory.
+        sums = lax.optimization_barrier(sums[1:])
+        kept = largest_by_keys(sums[::-1], max(step.widths))
+        best = jnp.take_along_axis(sums[-1], kept, axis=2, mode="clip")
+        for level, width in enumerate(step.widths):
+            all_weights.append(best[:, level, :width])
+            all_pairs.append(kept[:, level, :width] + step.first_pair + level * step.prefix.shape[1])
+        weights = all_weights[-1]
     return jnp.concatenate(all_weights, axis=1), jnp.concatenate(all_pairs, axis=1)

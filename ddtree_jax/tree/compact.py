@@ -84,4 +84,6 @@ def write_rows(cache_rows: jax.Array, rows: jax.Array, lengths: jax.Array) -> ja
         start = jnp.zeros_like(length)
         return lax.dynamic_update_slice(cache, new, (start, start, length, start))
 
+    if batch == 1:  # batched, it is a scatter, which checks bounds and reads the old rows in kernels of their own
+        return write(cache_rows[:, 0], rows[:, 0], lengths[0])[:, None]
     return jax.vmap(write, in_axes=(1, 1, 0), out_axes=1)(cache_rows, rows, lengths)

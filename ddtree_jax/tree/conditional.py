@@ -52,15 +52,14 @@ def conditional_tree(
     plan = frontier_plan(num_nodes, depths, count, independent=False)
     log_conditional = clean_log_probs(log_conditional)
     weights, last = jnp.zeros((batch, 1), jnp.float32), jnp.zeros((batch, 1), jnp.int32)
-    all_weights, all_pairs, first_pair = [], [], 0
-    for depth, width in enumerate(plan.widths):
+    all_weights, all_pairs = [], []
+    for depth, (step, width) in enumerate(zip(plan.steps, plan.widths, strict=True)):
         # A child is never more probable than its parent: rounding is monotone and no conditional is above 0.
         rows = jnp.take_along_axis(log_conditional[:, depth], last[:, :, None], axis=1, mode="clip")
         weights, kept = sorted_largest((weights[:, :, None] + rows).reshape(batch, -1), width)
         last = kept % count
         all_weights.append(weights)
-        all_pairs.append(kept + first_pair)
-        first_pair += plan.prefix[depth].size
+        all_pairs.append(kept + step.first_pair)
     return tree_of_best(plan, jnp.concatenate(all_weights, axis=1), jnp.concatenate(all_pairs, axis=1), tokens, roots)
 
 

@@ -157,13 +157,17 @@ def tree_below_root(
       max_depth: an upper bound of the depths (static).
     """
 
+    # Elementwise, so that XLA can make all fields in few kernels: a concatenation of each would be one of its own.
+    node = jnp.arange(num_nodes, dtype=jnp.int32)[None]
+    around = ((0, 0), (1, num_nodes - 1 - live.shape[1]))
+    drafted = jnp.pad(live, around)
+    size = jnp.max(jnp.where(drafted, node + 1, 1), axis=1)
+
     def with_root(root: jax.Array, below: jax.Array, padding: float) -> jax.Array:
-        below = jnp.where(live, below, jnp.asarray(padding, below.dtype))
-        row = jnp.concatenate([root[:, None], below], axis=1)
-        return jnp.pad(row, ((0, 0), (0, num_nodes - row.shape[1])), constant_values=padding)
+        below = jnp.where(drafted, jnp.pad(below, around), jnp.asarray(padding, below.dtype))
+        return jnp.where(node == 0, root[:, None], below)
 
     zero = jnp.zeros_like(root_tokens)
-    size = 1 + jnp.sum(live, axis=1, dtype=jnp.int32)
     parent = with_root(zero, parent, 0)
     return DraftTree(
         tokens=with_root(root_tokens, tokens, 0),

@@ -58,6 +58,9 @@ class Scripted:
     def max_path(self):
         return self.shape.depths(self.depth) + 1
 
+    def prepare(self, params):
+        return params
+
     def init_cache(self, batch, rows):
         return jnp.zeros((batch,), jnp.int32)
 

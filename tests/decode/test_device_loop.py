@@ -78,10 +78,26 @@ def test_a_round_copies_no_cache_and_no_weight(pair, num_nodes, monkeypatch):
     text = device.advance.lower(plan.loop, params, request, state, ALL_ROUNDS).compile(options).as_text()
     big = [x for x in jax.tree.leaves((params, state.target_cache, state.drafter_cache)) if x.ndim > 1]
     shapes = {f"f32[{','.join(map(str, x.shape))}]" for x in big}
+    # The stacked weights of the drafter's context are copies, made before the first round.
+    text = "\n".join(line for line in text.splitlines() if "context_weights" not in line)
     made = re.findall(r"= (\w+\[[\d,]*\])\S* (\S+)\(", text)
     assert {op for shape, op in made if shape in shapes} >= {"parameter", "get-tuple-element"}
     copies = {"copy", "copy-start", "transpose", "pad", "concatenate", "slice", "dynamic-slice", "convert"}
     assert [(shape, op) for shape, op in made if shape in shapes and op in copies] == []
+
+
+def test_stacked_weights_are_made_before_the_rounds(pair):
+    """The drafter's projections of the context, side by side: a copy a call, none in the body of the loop."""
+    plan, (params, request, _, _, state) = arguments(pair, [[1, 2, 3]])
+    prepared = plan.loop.prepare(params)
+    assert plan.loop.prepare(prepared) == prepared  # as it is
+    text = device.advance.lower(plan.loop, params, request, state, ALL_ROUNDS).compile().as_text()
+    body = re.search(r" while\(.*body=%([\w.]+)", text)[1]
+    once, every_round = (
+        re.search(rf"^{name} .*?^}}", text, re.MULTILINE | re.DOTALL)[0] for name in ("ENTRY", f"%{body}")
+    )
+    assert "context_weights/concatenate" in once
+    assert "absorb" in every_round and "context_weights" not in every_round
 
 
 @METHODS
@@ -137,7 +153,7 @@ def test_drafter_cache_equals_a_full_recompute(pair):
         assert length == len(committed) - 1
         assert committed[-1] == int(state.root[slot])
         expected = full_context(target, drafter, committed[:-1])
-        for i, (keys, values) in enumerate(expected):
+        for i, (keys, values) in enumerate(zip(expected.keys, expected.values, strict=True)):
             for got, want in ((state.drafter_cache.keys[i], keys), (state.drafter_cache.values[i], values)):
                 np.testing.assert_allclose(got[slot, :, :length], want[0], atol=2e-5)
 

@@ -13,6 +13,7 @@ from ddtree_jax.decode.proposers import Chain, DFlashProposer
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
 from ddtree_jax.models.dflash import DFlash, block_visibility
+from ddtree_jax.models.rope import rope_tables
 
 TOLERANCE = 1e-4
 CAPACITY = 48
@@ -115,6 +116,21 @@ def test_proposed_log_probs(case):
         cache = grow(config, params, gold["features"], gold["lengths"][:, j], cache, 7 + j)
         root = jnp.asarray(gold["anchors"][:, j], jnp.int32)
         close(jax.jit(proposer.log_probs)(params, model.params, cache, root), gold["log_probs"][:, j])
+
+
+def test_context_of_all_layers_at_once_equals_layer_by_layer(case):
+    """To the last bit, whether the stacked weights are made by the call or were made before."""
+    config, params, gold = case
+    model = DFlash(config).bind({"params": params})
+    features = jnp.asarray(gold["features"][:, :ROWS])
+    positions = jnp.asarray([[3], [40]], jnp.int32) + jnp.arange(ROWS, dtype=jnp.int32)[None]
+    rope = rope_tables(config.rope, positions, config.head_dim)
+    context = model.hidden_norm(model.fc(features))
+    keys, values = zip(*(layer.self_attn.keys_values(context, rope) for layer in model.layers))
+    for weights in (None, model.context_weights()):
+        rows = model.context_rows(features, positions, weights)
+        np.testing.assert_array_equal(rows.keys, jnp.stack(keys))
+        np.testing.assert_array_equal(rows.values, jnp.stack(values))
 
 
 @pytest.mark.parametrize("name", ["full", "scaled"])

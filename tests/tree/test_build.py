@@ -2,9 +2,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tree_oracle import CASES, HAND, MARGINALS, check_tree, heap_tree, log, node_prefixes
+from tree_oracle import CASES, HAND, MARGINALS, check_tree, depth_by_depth, heap_tree, log, node_prefixes
 
-from ddtree_jax.tree import build, build_from_top, build_tree, top_tokens, unpack_ancestors
+from ddtree_jax.tree import build, build_from_top, build_tree, frontier, select, top_tokens, unpack_ancestors
 from ddtree_jax.tree.select import largest_by_counting
 
 compiled_build = jax.jit(build_tree, static_argnums=1)
@@ -47,7 +47,8 @@ def test_oracle_cases(case):
     "case", [c for c in CASES if len(MARGINALS[c["marginals"]]) == 7], ids=lambda case: case["name"]
 )
 def test_oracle_case_with_the_selection_that_gpus_use(case, monkeypatch):
-    monkeypatch.setattr(build, "sorted_largest", largest_by_counting)
+    for module in (build, select):
+        monkeypatch.setattr(module, "largest_by_keys", largest_by_counting)
     fresh = jax.jit(lambda x: build_tree(x, case["num_nodes"]))  # not the trace that another test left in the cache
     check_case(case, fresh(marginals(MARGINALS[case["marginals"]])))
 
@@ -206,6 +207,47 @@ def test_realistic_sizes_match_the_heap_and_the_rank_bound(num_nodes):
     half = jit_from_top(*short, num_nodes)
     np.testing.assert_array_equal(half.tokens, tree.tokens)
     np.testing.assert_array_equal(half.parent, tree.parent)
+
+
+def sorted_log_probs(rng, kind, ranks):
+    """[1, 15, R] float32, falling along R: "random", or with many ties of sums that float32 rounds."""
+    if kind == "random":
+        values = np.log(rng.dirichlet(np.full(ranks, 0.1), size=(1, 15)) + 1e-30)
+    else:
+        values = -1 - rng.integers(0, 4, size=(1, 15, ranks)) * 2.0**-23
+    values[rng.random(values.shape) < 0.02] = -np.inf
+    return -np.sort(-values.astype(np.float32), axis=2)
+
+
+@pytest.mark.parametrize("kind", ["random", "ties"])
+@pytest.mark.parametrize(("num_nodes", "ranks"), [(16, 15), (32, 31), (64, 63), (64, 3), (128, 127), (256, 100)])
+def test_some_depths_at_a_time_give_the_tree_of_one_at_a_time(num_nodes, ranks, kind):
+    """Node by node and to the last bit, by either selection."""
+    values = sorted_log_probs(np.random.default_rng(num_nodes + ranks), kind, ranks)
+    tokens = jnp.broadcast_to(jnp.arange(ranks, dtype=jnp.int32), values.shape)
+    expected = depth_by_depth(values[0], num_nodes)
+    tree = jax.device_get(jit_from_top(jnp.asarray(values), tokens, num_nodes))
+    assert node_prefixes(tree, 0)[1:] == [ranks for ranks, _ in expected]
+    np.testing.assert_array_equal(tree.log_prob[0, 1 : int(tree.size[0])], [weight for _, weight in expected])
+
+
+@pytest.mark.parametrize("kind", ["random", "ties"])
+def test_sorting_and_counting_agree_on_some_depths_at_a_time(kind, monkeypatch):
+    values = jnp.asarray(sorted_log_probs(np.random.default_rng(7), kind, 20))
+    tokens = jnp.broadcast_to(jnp.arange(20, dtype=jnp.int32), values.shape)
+    sorting = jit_from_top(values, tokens, 64)
+    for module in (build, select):
+        monkeypatch.setattr(module, "largest_by_keys", largest_by_counting)
+    counting = jax.jit(lambda *args: build_from_top(*args, 64))(values, tokens)
+    jax.tree.map(np.testing.assert_array_equal, sorting, counting)
+
+
+def test_steps_are_as_few_as_comparisons_allow():
+    steps = {n: [len(step.widths) for step in frontier.frontier_plan(n, 15, n - 1).steps] for n in (2, 16, 32, 64, 256)}
+    assert steps == {2: [1], 16: [15], 32: [8, 7], 64: [3] * 5, 256: [2] + [1] * 13}
+    for nodes in (16, 32, 64, 256):
+        for step in frontier.frontier_plan(nodes, 15, nodes - 1).steps:
+            assert len(step.widths) == 1 or step.prefix.size**2 <= frontier.STEP_COMPARISONS
 
 
 def test_one_compilation_serves_every_batch_of_a_shape():

@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ddtree_jax.tree.select import FAST_TOP_K, largest_by_counting, sorted_largest, top_tokens
+from ddtree_jax.tree.select import FAST_TOP_K, largest_by_counting, largest_by_keys, sorted_largest, top_tokens
 
 
 @pytest.mark.parametrize("chunks", [None, 3, 7])
@@ -42,17 +42,26 @@ def test_nan_and_rounding_are_cleaned():
     np.testing.assert_array_equal(tokens[0, 0, :2], [2, 1])
 
 
-@pytest.mark.parametrize("select", [sorted_largest, largest_by_counting])
 @pytest.mark.parametrize("count", [1, 5, 60])
-def test_short_lists_are_stable(select, count):
+def test_short_lists_are_stable(count):
     rng = np.random.default_rng(count)
     values = -rng.integers(0, 6, size=(3, 60)).astype(np.float32)
     values[values == -5] = -np.inf
-    best, position = select(jnp.asarray(values), count)
+    best, position = sorted_largest(jnp.asarray(values), count)
     expected = np.argsort(-values, axis=1, kind="stable")[:, :count]
     np.testing.assert_array_equal(position, expected)
     np.testing.assert_array_equal(best, np.take_along_axis(values, expected, axis=1))
     assert position.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("select", [largest_by_keys, largest_by_counting])
+@pytest.mark.parametrize("num_keys", [1, 3])
+def test_order_by_several_keys(select, num_keys):
+    keys = -np.random.default_rng(num_keys).integers(0, 3, size=(num_keys, 2, 4, 50)).astype(np.float32)
+    keys[keys == -2] = -np.inf
+    position = select([jnp.asarray(key) for key in keys], 20)
+    assert position.shape == (2, 4, 20) and position.dtype == jnp.int32
+    np.testing.assert_array_equal(position, np.lexsort(-keys[::-1], axis=-1)[..., :20])  # stable; the last key leads
 
 
 def test_errors():

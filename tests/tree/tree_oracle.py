@@ -66,6 +66,23 @@ def ordered_prefixes(log_probs):
     return [item for item in everything if item[1] > -math.inf]
 
 
+def depth_by_depth(log_probs, num_nodes):
+    """The tree of float32 log_probs [L, R], sorted along R, by stable sorts of all pairs of one depth after another.
+
+    Returns (ranks, float32 weight) of up to num_nodes - 1 prefixes in the documented order.
+    """
+    everything, above = [], [((), np.float32(0))]
+    for depth in range(1, min(len(log_probs), num_nodes - 1) + 1):
+        sums = np.add.outer(np.array([w for _, w in above], np.float32), log_probs[depth - 1])
+        order = np.argsort(-sums.ravel(), kind="stable")[: num_nodes - depth]
+        places = [divmod(int(i), sums.shape[1]) for i in order]
+        above = [((*above[i][0], r), sums[i, r]) for i, r in places if sums[i, r] > -np.inf]
+        everything += above
+        if not above:
+            break
+    return sorted(everything, key=lambda item: -item[1])[: num_nodes - 1]
+
+
 def node_prefixes(tree, slot):
     """The token tuple below the root of every live node of one slot."""
     tokens, parent = np.asarray(tree.tokens[slot]), np.asarray(tree.parent[slot])

@@ -13,6 +13,9 @@ class NoDraft:
     taps: tuple[int, ...] = ()
     uses_drafter: bool = False
 
+    def prepare(self, params):
+        return params
+
     def init_cache(self, batch, rows):
         return None
 

@@ -50,6 +50,13 @@ class DFlashProposer:
     def taps(self) -> tuple[int, ...]:
         return self.config.target_layer_ids
 
+    def prepare(self, params: Any) -> Any:
+        """With the context's weights of all layers side by side (`ContextWeights`)."""
+        if "context" in params:
+            return params
+        weights = DFlash(self.config).apply({"params": params}, method=DFlash.context_weights)
+        return {**params, "context": weights}
+
     def init_cache(self, batch: int, rows: int) -> KVCache:
         return KVCache.empty(self.config, batch=batch, rows=rows)
 
@@ -108,4 +115,7 @@ class DFlashProposer:
         return dataclasses.replace(tree, tokens=jnp.where(tree.depth > 0, drafted, tree.tokens))
 
     def absorb(self, params: Any, target_params: Any, cache: KVCache, rows: TextRows) -> KVCache:
-        return DFlash(self.config).apply({"params": params}, rows.features, rows.count, cache, method=DFlash.absorb)
+        weights = params.get("context")
+        return DFlash(self.config).apply(
+            {"params": params}, rows.features, rows.count, cache, weights, method=DFlash.absorb
+        )

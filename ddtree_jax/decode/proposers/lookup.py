@@ -55,6 +55,9 @@ class LookupProposer:
     def max_path(self) -> int:
         return self.depth + 1
 
+    def prepare(self, params: Any) -> Any:
+        return params
+
     def init_cache(self, batch: int, rows: int) -> History:
         return History(tokens=jnp.zeros((batch, rows), jnp.int32), length=jnp.zeros((batch,), jnp.int32))
 

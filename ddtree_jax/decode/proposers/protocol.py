@@ -52,6 +52,13 @@ class Proposer(Protocol):
     taps: tuple[int, ...]
     uses_drafter: bool
 
+    def prepare(self, params: Any) -> Any:
+        """The parameters as `propose` and `absorb` are quickest with them; they take those of a checkpoint too.
+
+        Called inside each jitted entry point, outside its loops: what is derived from parameters alone is made here,
+        not in every round. Prepared ones are returned as they are, for callers of many entry points.
+        """
+
     def init_cache(self, batch: int, rows: int) -> Any:
         """An empty cache pytree, or None. `rows` leaves room for P rows after any text."""
 

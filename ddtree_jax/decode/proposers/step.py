@@ -80,6 +80,9 @@ class StepProposer:
     def taps(self) -> tuple[int, ...]:
         return self.config.target_layer_ids
 
+    def prepare(self, params: Any) -> Any:
+        return params
+
     def init_cache(self, batch: int, rows: int) -> StepCache:
         return StepCache(
             rows=KVCache.empty(self.config, batch=batch, rows=rows),
