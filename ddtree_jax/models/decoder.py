@@ -23,7 +23,6 @@ from ddtree_jax.models.recurrent import RecurrentWeights, conv_rows
 from ddtree_jax.models.rope import rope_tables
 from pallas_kernels.fused_norm import Heads, qk_norm_rope
 from pallas_kernels.linear_chain import Turns
-from pallas_kernels.streaming_matmul import PartialSums
 from pallas_kernels.tree_attention import projected_tree_attention
 
 

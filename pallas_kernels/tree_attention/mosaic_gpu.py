@@ -31,7 +31,7 @@ from pallas_kernels.tree_attention import masks, packing
 from pallas_kernels.tree_attention.config import Config
 from pallas_kernels.tree_attention.mosaic_gpu_attend import attend
 from pallas_kernels.tree_attention.mosaic_gpu_merge import call_merge, send
-from pallas_kernels.tree_attention.mosaic_gpu_prepare import prepare_keys, prepare_queries
+from pallas_kernels.tree_attention.mosaic_gpu_prepare import fetch_tree, prepare_keys, prepare_queries
 from pallas_kernels.tree_attention.mosaic_gpu_static import LOG2E, LOWEST, Span, Static
 from pallas_kernels.tree_attention.mosaic_gpu_stream import produce
 
@@ -244,6 +244,11 @@ def _consume(static: Static, span: Span, slot, head, split, wg, operands, result
         query_head = head * plan.group + jnp.minimum(head_tile * plan.heads_per_tile + h, plan.group - 1)
         rows = pl.ds(h * plan.nodes_per_tile, plan.nodes_per_tile)
         plgpu.copy_gmem_to_smem(operands["q"].at[slot, nodes, query_head], q_s.at[rows], scratch["q_ready"].at[wg])
+    ring = scratch["ring"][0]
+    if static.heads is not None:
+        # The last warpgroup, since of two it is the one that starts behind.
+        has_tree = (span.begin < span.first) & (span.end > span.begin) & (wg == config.consumers - 1)
+        pl.when(has_tree)(functools.partial(fetch_tree, static, slot, head, operands, ring, scratch))
     oldest, window_g = None, None
     if static.windowed:
         oldest, window_g = load(operands["oldest"].at[slot, node_tile], COLUMN), operands["window"].at[slot]
@@ -251,13 +256,10 @@ def _consume(static: Static, span: Span, slot, head, split, wg, operands, result
     if static.heads is None:
         plgpu.barrier_wait(scratch["q_ready"].at[wg])
     else:
-        # The last warpgroup, since of two it is the one that starts behind.
-        has_tree = (span.begin < span.first) & (span.end > span.begin)
-        k_s = scratch["ring"][0][0].at[0]
-        keys = functools.partial(prepare_keys, static, slot, head, k_s, operands, results[-1], scratch)
-        pl.when(has_tree & (wg == config.consumers - 1))(keys)
+        keys = functools.partial(prepare_keys, static, slot, head, ring[0].at[0], operands, results[-1], scratch)
+        pl.when(has_tree)(keys)
         prepare_queries(static, slot, node_tile, q_s, operands, scratch["q_ready"].at[wg])
-    acc, top, total = attend(static, span, wg, q_s, scratch["ring"][0], words_g, oldest, window_g, scratch)
+    acc, top, total = attend(static, span, wg, q_s, ring, words_g, oldest, window_g, scratch)
 
     if static.early_launch:
         plgpu.griddepcontrol_launch_dependents()

@@ -1,4 +1,4 @@
-"""Norm and rotary embedding of what comes from a raw projection, in place in shared memory, before the first product."""
+"""Norm and rotary embedding of what a raw projection holds, in place in shared memory, before the first product."""
 
 from __future__ import annotations
 
@@ -12,9 +12,20 @@ from pallas_kernels.mosaic_gpu_layouts import MATRIX, ROW, ROWS, load
 from pallas_kernels.tree_attention.mosaic_gpu_static import Static
 
 
+def fetch_tree(static: Static, slot, head, operands: dict, ring, scratch) -> None:
+    """Brings the tree's block, raw keys and values, to the first place of the ring.
+
+    The streaming warpgroup, which does so with finished ones, has no registers left for it.
+    """
+    rows, heads = pl.ds(0, static.tree_block), static.heads
+    raw = operands["q"].at[slot, rows]
+    plgpu.copy_gmem_to_smem(raw.at[:, heads.queries + head], ring[0].at[0, rows], scratch["k_raw"])
+    plgpu.copy_gmem_to_smem(raw.at[:, heads.queries + heads.keys + head], ring[1].at[0, rows], scratch["v_raw"].at[0])
+
+
 def prepare_queries(static: Static, slot, node_tile, q_s, operands: dict, ready) -> None:
     """Waits for the queries of a tile [64, D] and makes them what the scores are computed of."""
-    _prepare(static, q_s, operands.get("q_weight"), operands["q_tables"].at[slot, node_tile], ready)
+    _prepare(static, q_s, operands.get("q_weight"), operands["tables"].at[slot, node_tile], ready)
     plgpu.commit_smem()
 
 
@@ -27,9 +38,10 @@ def prepare_keys(static: Static, slot, head, k_s, operands: dict, keys_g, scratc
       k_s: the block's place in the ring, [block, D].
       keys_g: [B, K, N, D].
     """
+    first_table = 0 if static.plan.nodes_per_tile == ROWS else static.plan.node_tiles
     for tile in range(static.tree_block // ROWS):
         ready = scratch["k_raw"] if tile == 0 else None
-        tables_g = operands["k_tables"].at[slot, tile]
+        tables_g = operands["tables"].at[slot, first_table + tile]
         _prepare(static, k_s.at[pl.ds(tile * ROWS, ROWS)], operands.get("k_weight"), tables_g, ready)
     plgpu.commit_smem()
     plgpu.barrier_arrive(scratch["k_ready"].at[0])

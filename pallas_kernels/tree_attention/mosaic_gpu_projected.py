@@ -78,13 +78,19 @@ def _projected_tree_attention(
     )
     if heads.eps is not None:
         operands |= dict(q_weight=q_weight, k_weight=k_weight)
-    for name, plan in (("q_tables", static.plan), ("k_tables", packing.RowPlan(nodes, 1, ROWS))):
-        operands[name] = jnp.stack([packing.row_values(table, plan) for table in (cos, sin)], axis=2)
+    operands["tables"] = _tables(cos, sin, static.plan)
     if first_slot is not None:
         operands["first_slot"] = first_slot
     operands |= mosaic_gpu.mask_operands(static, lengths, ancestors, positions, sliding_window)
     out, keys = mosaic_gpu.launch(static, (slots, nodes, heads.queries, head_dim), operands, interpret)
     return out[:, :live_nodes], keys[:, :, :live_nodes]
+
+
+def _tables(cos: jax.Array, sin: jax.Array, plan: packing.RowPlan) -> jax.Array:
+    """[B, N, R / 2] each -> [B, tiles, 2, 64, R / 2], of the tiles of queries, then of those of keys if they differ."""
+    plans = [plan] if plan.nodes_per_tile == ROWS else [plan, packing.RowPlan(plan.nodes, 1, ROWS)]
+    both = (jnp.concatenate([packing.row_values(table, p) for p in plans], axis=1) for table in (cos, sin))
+    return jnp.stack(list(both), axis=2)
 
 
 def supported(projected: jax.Array, cos: jax.Array, config: Config) -> bool:

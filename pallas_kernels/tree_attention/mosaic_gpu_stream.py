@@ -18,7 +18,7 @@ def produce(static: Static, span: Span, slot, head, operands: dict, ring, barrie
 
     Args:
       operands: "k" and "v" [B, K, C, D], of several layers [M * B, K, C, D] with "first_slot" [1], or pages
-        [P, K, R, D] with "table" [B, M]; "k_tree" and "v_tree" [B, K, N, D], or "q" of a raw projection.
+        [P, K, R, D] with "table" [B, M]; but for a raw projection, "k_tree" and "v_tree" [B, K, N, D].
       ring: keys and values in shared memory, [stages, block, D] each.
     """
     plgpu.set_max_registers(40, action="decrease")
@@ -30,12 +30,11 @@ def produce(static: Static, span: Span, slot, head, operands: dict, ring, barrie
         def _():
             plgpu.barrier_wait(barriers[name].at[lax.rem(i, stages)])
 
-    def copy(i, sources, v_barrier, k_barrier=None):
+    def copy(i, sources, v_barrier):
         place = lax.rem(i, stages)
-        k_barrier = barriers["k_ready"].at[place] if k_barrier is None else k_barrier
         await_free("k_free", i)
         for rows, target in sources("k", ring[0].at[place]):
-            plgpu.copy_gmem_to_smem(rows, target, k_barrier)
+            plgpu.copy_gmem_to_smem(rows, target, barriers["k_ready"].at[place])
         await_free("v_free", i)
         for rows, target in sources("v", ring[1].at[place]):
             plgpu.copy_gmem_to_smem(rows, target, barriers[v_barrier].at[place])
@@ -49,16 +48,10 @@ def produce(static: Static, span: Span, slot, head, operands: dict, ring, barrie
         def tree(name, target):
             return _tree_rows(static, span, slot, head, j, operands[f"{name}_tree"], target)
 
-        def raw(name, target):
-            rows, first_head = pl.ds(0, static.tree_block), static.heads.queries + (name == "v") * static.heads.keys
-            yield operands["q"].at[slot, rows, first_head + head], target.at[rows]
-
         pl.when(static.in_cache(span, j) & (j < span.whole))(lambda: copy(i, cache, "v_ready"))
         pl.when(static.in_cache(span, j) & (j >= span.whole))(lambda: copy(i, cache, "v_raw"))
-        if static.heads is None:
+        if static.heads is None:  # or a computing warpgroup brings the tree's block
             pl.when(j >= span.cache_blocks)(lambda: copy(i, tree, "v_raw"))
-        else:
-            pl.when(j < span.first)(lambda: copy(i, raw, "v_raw", barriers["k_raw"]))
 
     # Cleaning lags behind, so that the next copy is under way meanwhile: where the tree comes first, all that fit.
     lag = 1 if static.heads is None else stages - 1

@@ -36,7 +36,8 @@ def projected_tree_attention(
     """`qk_norm_rope`, then `tree_attention` of what it yields.
 
     On a Hopper GPU both are one kernel where `projected` is `PartialSums` of one part in float16 or bfloat16, R is a
-    multiple of 32 and the tree fits one block of keys (64 nodes always do); elsewhere they run one after the other.
+    multiple of 32 and the tree fits one block of keys (64 nodes always do, up to 128 where `config.choose` makes blocks
+    of so many); elsewhere they run one after the other. The one kernel rounds where the two do.
 
     Args:
       projected, q_weight, k_weight, cos, sin, heads: see `qk_norm_rope`. Of the projection's dtype are the weights and
@@ -54,6 +55,8 @@ def projected_tree_attention(
     """
     options = dict(scale=scale, sliding_window=sliding_window, positions=positions, layer=layer)
     check_heads(projected, q_weight, k_weight, cos, sin, heads)
+    if k_cache.ndim < 4 or k_cache.shape[-3] != heads.keys:
+        raise ValueError(f"k_cache must have {heads.keys} heads to fit {heads}, got shape {k_cache.shape}")
     (slots, nodes), dtype = projected.shape[:2], jnp.dtype(projected.dtype)
     q = jax.ShapeDtypeStruct((slots, nodes, heads.queries, heads.head_dim), dtype)
     rows = jax.ShapeDtypeStruct((slots, heads.keys, nodes, heads.head_dim), dtype)
@@ -64,14 +67,13 @@ def projected_tree_attention(
     sizes = _one_kernel(projected, q, cos, heads, k_cache, scale, implementation)
     if sizes is None:
         q, k, v, gate = qk_norm_rope(projected, q_weight, k_weight, cos, sin, heads)
-        out = api.tree_attention(
-            q, k_cache, v_cache, lengths, k, v, ancestors, **options, implementation=implementation
-        )  # fmt: skip
-        return out, k, v, gate
+        rest = (lengths, k, v, ancestors)
+        return api.tree_attention(q, k_cache, v_cache, *rest, **options, implementation=implementation), k, v, gate
     raw = projected.by_slot()[0]
     out, k = mosaic_gpu_projected.projected_tree_attention(
-        raw, q_weight, k_weight, cos, sin, k_cache, v_cache, lengths, ancestors, heads=heads, **options, config=sizes
-    )
+        raw, q_weight, k_weight, cos, sin, k_cache, v_cache, lengths, ancestors, heads=heads, **options, config=sizes,
+        interpret=projected.interpret,
+    )  # fmt: skip
     x = raw[:, :nodes].reshape(slots, nodes, heads.count, heads.head_dim)
     values, gates = heads.queries + heads.keys, heads.queries + 2 * heads.keys
     return out, k, x[:, :, values:gates].swapaxes(1, 2), x[:, :, gates:]

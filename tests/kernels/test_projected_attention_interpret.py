@@ -1,11 +1,14 @@
 """The kernel that takes a raw projection, interpreted on the CPU: numbers, barriers and races."""
 
 import jax
+import numpy as np
 import pytest
 from interpreter import PARAMS, interpreted
-from projected_suite import Case, ProjectedSuite
+from projected_suite import Case, ProjectedSuite, make_call
 
-from pallas_kernels.tree_attention import mosaic_gpu_projected
+from pallas_kernels.fused_norm import qk_norm_rope
+from pallas_kernels.streaming_matmul import PartialSums
+from pallas_kernels.tree_attention import mosaic_gpu_projected, projected_tree_attention
 from pallas_kernels.tree_attention.config import Config
 
 
@@ -54,3 +57,31 @@ class TestInterpreted(ProjectedSuite):
             self.projected(case, call).by_slot()[0], *call.weights, *call.rope, *call.cache, call.lengths,
             call.ancestors, **options,
         )  # fmt: skip
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter runs on the CPU")
+class TestPublicFunction(ProjectedSuite):
+    """What it adds: the choice of sizes, values and gates."""
+
+    cases = (
+        Case(nodes=3, heads=(2, 1, 2), capacity=64, lengths=(50, 20), layer=2, rotary=32),
+        Case(nodes=12, heads=(2, 2, 1), capacity=64, lengths=(40,), dead=2, zero_centred=True, spare_rows=4),
+    )
+
+    def attend(self, case, call):
+        projected = PartialSums(call.parts, (len(case.lengths), case.nodes), case.dtype, PARAMS)
+        return interpreted(
+            projected_tree_attention, projected, *call.weights, *call.rope, case.described(), *call.cache, call.lengths,
+            call.ancestors, **call.options, implementation="mosaic_gpu",
+        )  # fmt: skip
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter runs on the CPU")
+def test_keys_are_those_of_the_kernel_of_norms():
+    """To the bit, also where a slot's rows are no whole tiles."""
+    case = Case(nodes=10, heads=(2, 2, 0), capacity=64, lengths=(50, 3), config=config(splits=1))
+    call, heads = make_call(case), case.described()
+    projected = PartialSums(call.parts, (2, case.nodes), case.dtype, PARAMS)
+    _, keys = TestInterpreted().attend(case, call)
+    _, wanted, *_ = interpreted(qk_norm_rope, projected, *call.weights, *call.rope, heads)
+    np.testing.assert_array_equal(keys, wanted)
