@@ -82,7 +82,7 @@ def _step(static, span, wg, q_s, ring, scratch, visible, width, in_turns, i, car
         return s_ref[...]
 
     scores = pl.run_scoped(score, plgpu.ACC((ROWS, width), jnp.float32))
-    if static.heads is not None and visible is not None:  # the keys may be on their way out
+    if static.heads is not None and visible is not None:  # finished keys may still be on their way out
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(scratch["k_free"].at[place])
 
