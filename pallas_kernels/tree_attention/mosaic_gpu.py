@@ -12,6 +12,9 @@ those of the tree by ancestor bits. The structure (two computing warpgroups taki
 FlashAttention-3 (arXiv:2407.08608) and the Hopper attention kernel that ships with Pallas; splitting the keys follows
 Flash-Decoding.
 
+`mosaic_gpu_projected` gives the same kernel a raw projection instead of queries and tree rows: then the tree's block
+comes first, and its keys and the queries are normed and rotated before the first product (`mosaic_gpu_prepare`).
+
 Why the splits do not merge inside a thread block cluster: an H200 runs at most 15 clusters of 8, or 7 of 16, thread
 blocks of this size at once, so that 128 thread blocks would take two waves.
 """
