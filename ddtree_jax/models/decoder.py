@@ -23,8 +23,7 @@ from ddtree_jax.models.recurrent import RecurrentWeights, conv_rows
 from ddtree_jax.models.rope import rope_tables
 from pallas_kernels.fused_norm import Heads, qk_norm_rope
 from pallas_kernels.linear_chain import Turns
-from pallas_kernels.streaming_matmul import PartialSums
-from pallas_kernels.tree_attention import tree_attention
+from pallas_kernels.tree_attention import projected_tree_attention
 
 
 @flax.struct.dataclass
@@ -74,17 +73,21 @@ class Attention(nn.Module):
 
     def __call__(self, projected, rope, ancestors, positions, cache: KVCache, layer: int):
         """From `entry` of the normed stream, [B, N, (H + 2 K) D or more], to [B, N, H D] for `out`, and its rows."""
-        q, k, v, gate = self.heads(projected, rope)
-        out = tree_attention(
-            q, cache.keys, cache.values, cache.length, k, v, ancestors, scale=self.config.head_dim**-0.5,
-            sliding_window=self.sliding_window, positions=positions, layer=layer,
+        out, k, v, gate = projected_tree_attention(
+            projected, *self.norm_weights, *rope, projected_heads(self.config), cache.keys, cache.values, cache.length,
+            ancestors, scale=self.config.head_dim**-0.5, sliding_window=self.sliding_window, positions=positions,
+            layer=layer,
         )  # fmt: skip
         return self.gated(out, gate), (k, v)
 
-    def heads(self, projected: jax.Array | PartialSums, rope) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    @property
+    def norm_weights(self) -> tuple[jax.Array | None, jax.Array | None]:
+        """Of queries and of keys."""
+        return (self.q_norm.weight, self.k_norm.weight) if self.config.qk_norm else (None, None)
+
+    def heads(self, projected: jax.Array, rope) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """-> queries [B, N, H, D], keys, values [B, K, N, D], and output gates [B, N, H or 0, D]."""
-        weights = (self.q_norm.weight, self.k_norm.weight) if self.config.qk_norm else (None, None)
-        return qk_norm_rope(projected, *weights, *rope, projected_heads(self.config))
+        return qk_norm_rope(projected, *self.norm_weights, *rope, projected_heads(self.config))
 
     def gated(self, out: jax.Array, gate: jax.Array) -> jax.Array:
         """[B, N, H, D] of the attention and its gates -> [B, N, H D]."""

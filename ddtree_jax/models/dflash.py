@@ -19,9 +19,9 @@ from ddtree_jax.models.layers import MLP, Linear, RMSNorm, between_mixers, for_k
 from ddtree_jax.models.rope import rope_tables
 from ddtree_jax.models.selector import CandidateSelector
 from ddtree_jax.tree import static_bits
-from pallas_kernels.fused_norm import Heads, apply_rope, qk_norm_rope, rms_norm
+from pallas_kernels.fused_norm import Heads, apply_rope, rms_norm
 from pallas_kernels.linear_chain import Turns
-from pallas_kernels.tree_attention import tree_attention
+from pallas_kernels.tree_attention import projected_tree_attention
 
 
 def block_visibility(slots: int, causal: bool, sliding_window: int | None) -> np.ndarray:
@@ -81,11 +81,11 @@ class DraftAttention(nn.Module):
             zero_centred=False,
         )  # fmt: skip
         projected = for_kernels(jnp.concatenate([self.q_proj(x), self.kv_proj(x)], axis=-1))
-        q, k, v, _ = qk_norm_rope(projected, self.q_norm.weight, self.k_norm.weight, *rope, heads)
         seen = jnp.asarray(static_bits(block_visibility(x.shape[1], self.causal, self.sliding_window)))
-        out = tree_attention(
-            q, cache.keys, cache.values, cache.length, k, v, jnp.broadcast_to(seen[None], (x.shape[0], *seen.shape)),
-            scale=c.head_dim**-0.5, sliding_window=self.sliding_window, positions=positions, layer=layer,
+        out, *_ = projected_tree_attention(
+            projected, self.q_norm.weight, self.k_norm.weight, *rope, heads, cache.keys, cache.values, cache.length,
+            jnp.broadcast_to(seen[None], (x.shape[0], *seen.shape)), scale=c.head_dim**-0.5,
+            sliding_window=self.sliding_window, positions=positions, layer=layer,
         )  # fmt: skip
         return out.reshape(*out.shape[:2], -1)
 

@@ -80,7 +80,7 @@ def total(product: jax.Array | PartialSums) -> jax.Array:
 
 
 def for_kernels(x: jax.Array) -> jax.Array | PartialSums:
-    """A product [B, N, O] by XLA as `pallas_kernels.fused_norm` takes it for its kernels, where those run."""
+    """A product [B, N, O] by XLA as norms and attention of `pallas_kernels` take it for kernels, where those run."""
     if MATMUL == "xla" or _ONLY_XLA.get() or x.dtype.itemsize != 2 or not choice.on_hopper():
         return x
     return PartialSums(x.reshape(1, -1, x.shape[-1]), x.shape[:-1], x.dtype.name)
@@ -111,7 +111,7 @@ class Linear(nn.Module):
         return linear(x, self.weight, self.bias)
 
     def partial(self, x: jax.Array) -> jax.Array | PartialSums:
-        """The same for `pallas_kernels.fused_norm`, which adds up what the kernel leaves."""
+        """The same for norms and attention of `pallas_kernels`, which add up what the kernel leaves."""
         if self.bias is not None or not _streams(x, self.weight):
             return for_kernels(self(x))
         return partial_sums(x, self.weight, early_weights=True)

@@ -65,7 +65,7 @@ def qk_norm_rope(
     Raises:
       ValueError: the arguments contradict each other.
     """
-    _check_heads(projected, q_weight, k_weight, cos, sin, heads)
+    check_heads(projected, q_weight, k_weight, cos, sin, heads)
     if isinstance(projected, PartialSums):
         parts = projected.by_slot()
         if _supported(parts, cos, projected.dtype, heads):
@@ -100,7 +100,7 @@ def _check_add(x, update, weight) -> None:
     _check_weight("weight", weight, x.shape[-1], x.dtype)
 
 
-def _check_heads(projected, q_weight, k_weight, cos, sin, heads: Heads) -> None:
+def check_heads(projected, q_weight, k_weight, cos, sin, heads: Heads) -> None:
     """Raises ValueError where the arguments of `qk_norm_rope` contradict each other."""
     shape, features = projected.shape, heads.count * heads.head_dim
     if len(shape) != 3 or shape[2] != features:

@@ -113,13 +113,10 @@ def _body(heads: Heads, splits: int, dtype, interpreted: bool, names: tuple[str,
 
     def rotate(weight_g):
         cos, sin = (plgpu.load(scratch["table_s"].at[i], layout=MATRIX) for i in range(2))
-        y = x if weight_g is None else _norm(x, load(weight_g, ROW), heads)
-        half = cos.shape[-1]
-        first, second = y[:, :half].astype(jnp.float32), y[:, half : 2 * half].astype(jnp.float32)
-        out_s[:, :half] = (first * cos - second * sin).astype(dtype)
-        out_s[:, half : 2 * half] = (second * cos + first * sin).astype(dtype)
-        if 2 * half < heads.head_dim:
-            out_s[:, 2 * half :] = y[:, 2 * half :]
+        column = 0
+        for part in norm_rotate(x, None if weight_g is None else load(weight_g, ROW), cos, sin, heads):
+            out_s[:, column : column + part.shape[1]] = part
+            column += part.shape[1]
 
     keys, values, gates = heads.queries, heads.queries + heads.keys, heads.queries + 2 * heads.keys
 
@@ -151,6 +148,26 @@ def _body(heads: Heads, splits: int, dtype, interpreted: bool, names: tuple[str,
                 plgpu.copy_smem_to_gmem(out_s, results[3].at[slot, rows, head - gates])
 
     plgpu.wait_smem_to_gmem(0)
+
+
+def norm_rotate(
+    x: jax.Array, weight: jax.Array | None, cos: jax.Array, sin: jax.Array, heads: Heads
+) -> tuple[jax.Array, ...]:
+    """One head of 64 tokens, normed (but for no weight) and rotated, in registers.
+
+    Args:
+      x: [64, D].
+      weight: [D].
+      cos, sin: [64, R / 2] float32, of each row's position.
+
+    Returns:
+      The result in parts, side by side: both halves of the rotated columns, then the others if there are any.
+    """
+    y = x if weight is None else _norm(x, weight, heads)
+    half = cos.shape[-1]
+    first, second = y[:, :half].astype(jnp.float32), y[:, half : 2 * half].astype(jnp.float32)
+    rotated = (first * cos - second * sin).astype(x.dtype), (second * cos + first * sin).astype(x.dtype)
+    return rotated if 2 * half == heads.head_dim else (*rotated, y[:, 2 * half :])
 
 
 def _norm(x: jax.Array, weight: jax.Array, heads: Heads) -> jax.Array:

@@ -63,9 +63,8 @@ def tree_attention(
       ValueError: the arguments contradict each other.
       NotImplementedError: the implementation asked for cannot do this call; the message names what.
     """
-    _check_options(sliding_window, softcap, implementation)
-    one_layer = (k_cache, v_cache) if layer is None else _of_layer(k_cache, v_cache, layer)
-    _check_arrays(q, *one_layer, lengths, k_tree, v_tree, ancestors, positions)
+    options = dict(sliding_window=sliding_window, softcap=softcap, implementation=implementation)
+    check(q, k_cache, v_cache, lengths, k_tree, v_tree, ancestors, positions, layer, **options)
     rest = (lengths, k_tree, v_tree, ancestors)
     options = dict(scale=scale, sliding_window=sliding_window, softcap=softcap, positions=positions)
     kv_heads, capacity = k_cache.shape[-3], k_cache.shape[-2]
@@ -129,6 +128,13 @@ def _of_layer(k_cache, v_cache, layer: int):
         if cache.ndim != 5 or not 0 <= layer < cache.shape[0]:
             raise ValueError(f"layer {layer} needs a {name} [M, B, K, C, D] with M > {layer}, got {cache.shape}")
     return tuple(jax.ShapeDtypeStruct(cache.shape[1:], cache.dtype) for cache in (k_cache, v_cache))
+
+
+def check(q, k_cache, v_cache, lengths, k_tree, v_tree, ancestors, positions, layer, **options) -> None:
+    """Raises ValueError where arguments of `tree_attention` contradict each other."""
+    _check_options(**options)
+    one_layer = (k_cache, v_cache) if layer is None else _of_layer(k_cache, v_cache, layer)
+    _check_arrays(q, *one_layer, lengths, k_tree, v_tree, ancestors, positions)
 
 
 def _check_options(sliding_window, softcap, implementation):

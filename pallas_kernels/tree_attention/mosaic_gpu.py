@@ -12,6 +12,9 @@ those of the tree by ancestor bits. The structure (two computing warpgroups taki
 FlashAttention-3 (arXiv:2407.08608) and the Hopper attention kernel that ships with Pallas; splitting the keys follows
 Flash-Decoding.
 
+`mosaic_gpu_projected` gives the same kernel a raw projection instead of queries and tree rows: then the tree's block
+comes first, and its keys and the queries are normed and rotated before the first product (`mosaic_gpu_prepare`).
+
 Why the splits do not merge inside a thread block cluster: an H200 runs at most 15 clusters of 8, or 7 of 16, thread
 blocks of this size at once, so that 128 thread blocks would take two waves.
 """
@@ -31,6 +34,7 @@ from pallas_kernels.tree_attention import masks, packing
 from pallas_kernels.tree_attention.config import Config
 from pallas_kernels.tree_attention.mosaic_gpu_attend import attend
 from pallas_kernels.tree_attention.mosaic_gpu_merge import call_merge, send
+from pallas_kernels.tree_attention.mosaic_gpu_prepare import fetch_tree, prepare_keys, prepare_queries
 from pallas_kernels.tree_attention.mosaic_gpu_static import LOG2E, LOWEST, Span, Static
 from pallas_kernels.tree_attention.mosaic_gpu_stream import produce
 
@@ -97,17 +101,38 @@ def _tree_attention(
         operands["table"] = page_table
     if first_slot is not None:
         operands["first_slot"] = first_slot
+    operands |= mask_operands(static, lengths, ancestors, positions, sliding_window)
+    (out,) = launch(static, q.shape, operands, interpret)
+    return out[:, :live_nodes]
+
+
+def mask_operands(
+    static: Static,
+    lengths: jax.Array,
+    ancestors: jax.Array,  # [B, N, W] uint32
+    positions: jax.Array | None,  # [B, N] int32
+    sliding_window: int | None,
+) -> dict[str, jax.Array]:
+    """What tells the kernel who sees whom: the tree, and the edge of a window."""
+    found = {}
     if sliding_window is not None:
         if positions is None:
             positions = masks.node_positions(lengths, ancestors)
         oldest = jnp.maximum(positions - (sliding_window - 1), 0)  # first visible cache row of each node
-        operands["oldest"] = packing.row_values(oldest, static.plan)
-        operands["window"] = jnp.stack([jnp.min(oldest, axis=1), jnp.max(oldest, axis=1)], axis=1)
+        found["oldest"] = packing.row_values(oldest, static.plan)
+        found["window"] = jnp.stack([jnp.min(oldest, axis=1), jnp.max(oldest, axis=1)], axis=1)
     key_slots = static.tree_blocks * static.tree_block
-    operands["words"] = packing.row_words(ancestors, positions, sliding_window, static.plan, key_slots)
-    results = _call(static, q.shape, tuple(operands), interpret)(*operands.values())
-    out = call_merge(static, q.shape, interpret)(*results) if config.splits > 1 else results[0]
-    return out[:, :live_nodes]
+    found["words"] = packing.row_words(ancestors, positions, sliding_window, static.plan, key_slots)
+    return found
+
+
+def launch(static: Static, out_shape: tuple[int, ...], operands: dict[str, jax.Array], interpret) -> list[jax.Array]:
+    """Both kernels: the output [B, N, H, D] and, of a raw projection, the finished keys [B, K, N, D]."""
+    *found, last = _call(static, out_shape, tuple(operands), interpret)(*operands.values())
+    keys = [last] if static.heads is not None else []
+    found += [] if keys else [last]
+    out = call_merge(static, out_shape, interpret)(*found) if static.config.splits > 1 else found[0]
+    return [out, *keys]
 
 
 def unsupported(q: jax.Array, page_rows: int | None, rows: int, scale: float) -> str | None:
@@ -127,7 +152,10 @@ def unsupported(q: jax.Array, page_rows: int | None, rows: int, scale: float) ->
 
 
 def _call(static: Static, out_shape: tuple[int, ...], names: tuple[str, ...], interpret):
-    """The kernel, a function of the operands in the order of `names`; it returns the output, or the splits' results."""
+    """The kernel, a function of the operands in the order of `names`.
+
+    It returns the output, or the splits' results, and last, of a raw projection, the keys.
+    """
     config, dtype, head_dim = static.config, static.dtype, static.head_dim
     consumers, stages, pieces = config.consumers, config.stages, static.pieces
     keys = plgpu.SMEM((stages, config.block, head_dim), dtype, transforms=tiled(head_dim, dtype))
@@ -150,6 +178,9 @@ def _call(static: Static, out_shape: tuple[int, ...], names: tuple[str, ...], in
             jax.ShapeDtypeStruct((partials, ROWS), jnp.float32),
         ]
         scratch["lse_s"] = plgpu.SMEM((consumers, ROWS), jnp.float32)
+    if static.heads is not None:
+        results.append(jax.ShapeDtypeStruct((static.slots, static.kv_heads, static.plan.nodes, head_dim), dtype))
+        scratch["k_raw"] = plgpu.Barrier(num_arrivals=1)
     if static.interpreted:
         scratch["p_s"] = plgpu.SMEM((consumers, ROWS, config.block), dtype, transforms=tiled(config.block, dtype))
     return plgpu.kernel(
@@ -170,7 +201,7 @@ def _call(static: Static, out_shape: tuple[int, ...], names: tuple[str, ...], in
 def _body(static: Static, names: tuple[str, ...], *refs, **scratch):
     operands, results = dict(zip(names, refs)), refs[len(names) :]
     config = static.config
-    if static.early_merge:
+    if static.early_launch:
         plgpu.griddepcontrol_wait()  # whatever ran before has finished writing our operands
     slot, head, split = lax.axis_index("slot"), lax.axis_index("head"), lax.axis_index("split")
     wg = lax.axis_index("wg")
@@ -180,10 +211,15 @@ def _body(static: Static, names: tuple[str, ...], *refs, **scratch):
     if static.windowed:
         skipped = jnp.minimum(lax.div(operands["window"][slot, 0], config.block), cache_blocks)
     listed = cache_blocks - skipped + static.tree_blocks
-    # Rounded up: the split that has the tree, and so the masks, is never the one with a block more.
+    # Rounded so that the split that has the tree, and so the masks, is never the one with a block more.
+    if static.heads is None:
+        start, share = skipped, pl.cdiv
+    else:
+        start, share = skipped - static.tree_blocks, lax.div
     span = Span(
-        begin=skipped + pl.cdiv(split * listed, config.splits),
-        end=skipped + pl.cdiv((split + 1) * listed, config.splits),
+        begin=start + share(split * listed, config.splits),
+        end=start + share((split + 1) * listed, config.splits),
+        first=skipped,
         whole=lax.div(length, config.block),
         cache_blocks=cache_blocks,
         length=length,
@@ -211,14 +247,24 @@ def _consume(static: Static, span: Span, slot, head, split, wg, operands, result
         query_head = head * plan.group + jnp.minimum(head_tile * plan.heads_per_tile + h, plan.group - 1)
         rows = pl.ds(h * plan.nodes_per_tile, plan.nodes_per_tile)
         plgpu.copy_gmem_to_smem(operands["q"].at[slot, nodes, query_head], q_s.at[rows], scratch["q_ready"].at[wg])
+    ring = scratch["ring"][0]
+    if static.heads is not None:
+        # The last warpgroup, since of two it is the one that starts behind.
+        has_tree = (span.begin < span.first) & (span.end > span.begin) & (wg == config.consumers - 1)
+        pl.when(has_tree)(functools.partial(fetch_tree, static, slot, head, operands, ring, scratch))
     oldest, window_g = None, None
     if static.windowed:
         oldest, window_g = load(operands["oldest"].at[slot, node_tile], COLUMN), operands["window"].at[slot]
     words_g = operands["words"].at[slot, node_tile]
-    plgpu.barrier_wait(scratch["q_ready"].at[wg])
-    acc, top, total = attend(static, span, wg, q_s, scratch["ring"][0], words_g, oldest, window_g, scratch)
+    if static.heads is None:
+        plgpu.barrier_wait(scratch["q_ready"].at[wg])
+    else:
+        keys = functools.partial(prepare_keys, static, slot, head, ring[0].at[0], operands, results[-1], scratch)
+        pl.when(has_tree)(keys)
+        prepare_queries(static, slot, node_tile, q_s, operands, scratch["q_ready"].at[wg])
+    acc, top, total = attend(static, span, wg, q_s, ring, words_g, oldest, window_g, scratch)
 
-    if static.early_merge:
+    if static.early_launch:
         plgpu.griddepcontrol_launch_dependents()
     seen = jnp.where(total > 0, total, 1.0)
     q_s[...] = (acc * across(1.0 / seen, acc.shape)).astype(static.dtype)  # the queries are spent
@@ -226,7 +272,7 @@ def _consume(static: Static, span: Span, slot, head, split, wg, operands, result
         plgpu.commit_smem()
         send(static, slot, head, tile, q_s, results[0])
         return
-    part_g, lse_g = results
+    part_g, lse_g = results[:2]
     mine, lse_s = static.first_partial(slot, head, tile) + split, scratch["lse_s"].at[wg]
     lse_s[...] = jnp.where(total > 0, top + jnp.log(seen) * LOG2E, LOWEST)
     plgpu.commit_smem()

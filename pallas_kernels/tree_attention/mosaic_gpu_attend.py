@@ -36,18 +36,24 @@ def attend(static: Static, span: Span, wg, q_s, ring, words_g, oldest, window_g,
         step = functools.partial(_step, static, span, wg, q_s, ring, scratch, visible, width, in_turns)
         return lax.fori_loop(start, stop, step, carry)
 
+    def run_tree(carry, start, stop):
+        return run(carry, start, stop, functools.partial(_visible_in_tree, static, span, words_g), static.tree_block)
+
     edge = functools.partial(_visible_in_cache, static, span, oldest)
-    tree = functools.partial(_visible_in_tree, static, span, words_g)
-    whole, cached = (jnp.clip(x - span.begin, 0, steps) for x in (span.whole, span.cache_blocks))
+    start = 0 if static.heads is None else jnp.clip(span.first - span.begin, 0, steps)
+    whole, cached = (jnp.clip(x - span.begin, start, steps) for x in (span.whole, span.cache_blocks))
     if in_turns:  # the second warpgroup runs half a step behind the first
         pl.when(wg == 1)(lambda: _meet(scratch))
-    start = 0
+    if static.heads is not None:
+        carry = run_tree(carry, 0, start)
     if oldest is not None:  # blocks that some rows see and others no longer do
-        start = jnp.clip(pl.cdiv(window_g[1], config.block) - span.begin, 0, whole)
-        carry = run(carry, 0, start, edge)
+        seen = jnp.clip(pl.cdiv(window_g[1], config.block) - span.begin, start, whole)
+        carry = run(carry, start, seen, edge)
+        start = seen
     carry = run(carry, start, whole, None)
     carry = run(carry, whole, cached, edge)
-    carry = run(carry, cached, steps, tree, static.tree_block)
+    if static.heads is None:
+        carry = run_tree(carry, cached, steps)
     if in_turns:
         pl.when(wg == 0)(lambda: _meet(scratch))
     return carry
@@ -76,6 +82,8 @@ def _step(static, span, wg, q_s, ring, scratch, visible, width, in_turns, i, car
         return s_ref[...]
 
     scores = pl.run_scoped(score, plgpu.ACC((ROWS, width), jnp.float32))
+    if static.heads is not None and visible is not None:  # finished keys may still be on their way out
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(scratch["k_free"].at[place])
 
     scores, factor = _cap(static, scores)
@@ -126,7 +134,7 @@ def _visible_in_cache(static, span, oldest, j):
 def _visible_in_tree(static, span, words_g, j):
     """Marks with 1 the tree keys of block j that are ancestors."""
     per_block = static.tree_block // 32
-    first = (j - span.cache_blocks) * per_block
+    first = (j - span.cache_blocks) * per_block if static.heads is None else 0
     words = [load(words_g.at[first + w], COLUMN) for w in range(per_block)]
 
     def marks(shape):

@@ -36,7 +36,7 @@ def call_merge(static: Static, out_shape: tuple[int, ...], interpret):
 
 def _merge(static: Static, part_g, lse_g, out_g, merged_s):
     """Weighs the splits' results by their sums, and writes some columns of one tile."""
-    if static.early_merge:
+    if static.early_launch:
         plgpu.griddepcontrol_launch_dependents()  # the next product may start to read its weights
         plgpu.griddepcontrol_wait()  # the splits have finished, and their results are visible
     slot, head, tile = lax.axis_index("slot"), lax.axis_index("head"), lax.axis_index("tile")

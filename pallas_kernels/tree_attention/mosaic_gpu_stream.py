@@ -18,7 +18,7 @@ def produce(static: Static, span: Span, slot, head, operands: dict, ring, barrie
 
     Args:
       operands: "k" and "v" [B, K, C, D], of several layers [M * B, K, C, D] with "first_slot" [1], or pages
-        [P, K, R, D] with "table" [B, M]; "k_tree" and "v_tree" [B, K, N, D].
+        [P, K, R, D] with "table" [B, M]; but for a raw projection, "k_tree" and "v_tree" [B, K, N, D].
       ring: keys and values in shared memory, [stages, block, D] each.
     """
     plgpu.set_max_registers(40, action="decrease")
@@ -48,16 +48,21 @@ def produce(static: Static, span: Span, slot, head, operands: dict, ring, barrie
         def tree(name, target):
             return _tree_rows(static, span, slot, head, j, operands[f"{name}_tree"], target)
 
-        pl.when(j < span.whole)(lambda: copy(i, cache, "v_ready"))
-        pl.when((j >= span.whole) & (j < span.cache_blocks))(lambda: copy(i, cache, "v_raw"))
-        pl.when(j >= span.cache_blocks)(lambda: copy(i, tree, "v_raw"))
+        pl.when(static.in_cache(span, j) & (j < span.whole))(lambda: copy(i, cache, "v_ready"))
+        pl.when(static.in_cache(span, j) & (j >= span.whole))(lambda: copy(i, cache, "v_raw"))
+        if static.heads is None:  # or a computing warpgroup brings the tree's block
+            pl.when(j >= span.cache_blocks)(lambda: copy(i, tree, "v_raw"))
+
+    # Cleaning lags behind, so that the next copy is under way meanwhile: where the tree comes first, all that fit.
+    lag = 1 if static.heads is None else stages - 1
 
     def step(i, _):
-        # Cleaning lags one block behind, so that the next copy is under way meanwhile.
         pl.when(i < steps)(lambda: fetch(i))
-        pl.when((i > 0) & (span.begin + i > span.whole))(lambda: _clean(static, span, i - 1, ring[1], barriers))
+        j = span.begin + i - lag
+        dead_rows = (j >= span.whole) | (j < span.first)
+        pl.when((i >= lag) & dead_rows)(lambda: _clean(static, span, i - lag, ring[1], barriers))
 
-    lax.fori_loop(0, steps + 1, step, None)
+    lax.fori_loop(0, steps + lag, step, None)
 
     def drain(i, _):  # every completion of a barrier must be awaited before the barrier goes
         plgpu.barrier_wait(barriers["k_free"].at[lax.rem(i, stages)])
@@ -97,7 +102,8 @@ def _clean(static, span, i, v_s, barriers) -> None:
     A weight of zero times NaN would be NaN.
     """
     place, j = lax.rem(i, static.config.stages), span.begin + i
-    live_rows = jnp.where(j < span.cache_blocks, span.length - j * static.config.block, 0)
+    in_cache = static.in_cache(span, j)
+    live_rows = jnp.where(in_cache, span.length - j * static.config.block, 0)
     width = min(64, static.head_dim & -static.head_dim)
     highest = float(jnp.finfo(static.dtype).max)
 
@@ -115,7 +121,7 @@ def _clean(static, span, i, v_s, barriers) -> None:
         if row < static.tree_block:
             clean_rows(row)
         else:  # a block of tree rows ends before
-            pl.when(j < span.cache_blocks)(lambda row=row: clean_rows(row))
+            pl.when(in_cache)(lambda row=row: clean_rows(row))
     plgpu.commit_smem()
     for _ in range(static.pieces):
         plgpu.barrier_arrive(barriers["v_ready"].at[place])

@@ -71,7 +71,9 @@ def row_words(
 
 
 def row_values(values: jax.Array, plan: RowPlan) -> jax.Array:
-    """One number per node, [B, N] -> [B, node_tiles, 64], in tile order (0 for rows past N)."""
-    batch, nodes = values.shape
-    padded = jnp.pad(values, ((0, 0), (0, plan.node_tiles * plan.nodes_per_tile - nodes)))
-    return jnp.tile(padded.reshape(batch, plan.node_tiles, plan.nodes_per_tile), (1, 1, plan.heads_per_tile))
+    """Numbers of each node, [B, N, ...] -> [B, node_tiles, 64, ...], in tile order (0 for rows past N)."""
+    batch, nodes, *rest = values.shape
+    unpadded = [(0, 0)] * len(rest)
+    padded = jnp.pad(values, ((0, 0), (0, plan.node_tiles * plan.nodes_per_tile - nodes), *unpadded))
+    tiled = padded.reshape(batch, plan.node_tiles, plan.nodes_per_tile, *rest)
+    return jnp.tile(tiled, (1, 1, plan.heads_per_tile, *(1 for _ in rest)))

@@ -17,13 +17,13 @@ from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
 from ddtree_jax.models.dflash import DFlash
 from ddtree_jax.tree import static_bits
-from pallas_kernels.fused_norm import qk_norm_rope
 from pallas_kernels.linear_chain import config as chain_config
 from pallas_kernels.linear_chain import linear_chain
 from pallas_kernels.linear_chain import mosaic_gpu as chain_kernel
 from pallas_kernels.linear_chain.config import Cut
 from pallas_kernels.streaming_matmul import PartialSums, partial_sums
 from pallas_kernels.streaming_matmul.config import Config
+from pallas_kernels.tree_attention import projected_tree_attention
 
 
 @pytest.fixture
@@ -193,15 +193,15 @@ def test_a_pass_of_interpreted_chains_means_what_a_pass_of_xla_means(monkeypatch
         small = chain_config.Config(**cuts, workers=3, block=64, weight_stages=3, x_stages=2)
         return chain_kernel.run_by_steps(operands, chain=chain, config=small, interpret=interpret), counters
 
-    def interpreted_heads(projected, *rest):
+    def interpreted_heads(projected, *rest, **options):
         if isinstance(projected, PartialSums):
             projected = dataclasses.replace(projected, interpret=interpret)
-        return qk_norm_rope(projected, *rest)
+        return projected_tree_attention(projected, *rest, **options)
 
     monkeypatch.setattr(layers, "MATMUL", "chain")
     monkeypatch.setattr(chain_kernel, "run", by_steps)
-    monkeypatch.setattr(decoder, "qk_norm_rope", interpreted_heads)
-    monkeypatch.setattr(dflash, "qk_norm_rope", interpreted_heads)
+    monkeypatch.setattr(decoder, "projected_tree_attention", interpreted_heads)
+    monkeypatch.setattr(dflash, "projected_tree_attention", interpreted_heads)
     monkeypatch.setattr(
         dflash, "for_kernels", lambda x: PartialSums(x.reshape(1, -1, x.shape[-1]), x.shape[:-1], x.dtype.name)
     )
