@@ -22,7 +22,7 @@ from ddtree_jax.decode.proposers import Proposer, TextRows
 from ddtree_jax.decode.sampling import draw
 from ddtree_jax.decode.state import DecodeState, Request, clip_commit, write_rows
 from ddtree_jax.decode.width import Calibration, best_width, observe, promises
-from ddtree_jax.models.cache import KVCache, PathRows, append_rows, commit_rows, give_weights, path_rows, take_weights
+from ddtree_jax.models.cache import KVCache, PathRows, append_rows, commit_rows, path_rows
 from ddtree_jax.models.decoder import Decoder, TargetPass
 from ddtree_jax.tree import Acceptance, DraftTree, accept, first_nodes, gather_path, only_first, static_bits
 
@@ -109,8 +109,10 @@ class DecodeLoop:
         )
 
     def prepare(self, params: Any) -> Any:
-        """`params` with the drafter's as its proposer wants them in a loop (`Proposer.prepare`)."""
-        return {**params, "drafter": self.proposer.prepare(params["drafter"])}
+        """`params` with what is made of them once for all rounds: by the proposer (`Proposer.prepare`), and for commits
+        (`Decoder.commit_weights`)."""
+        drafter = self.proposer.prepare(params["drafter"])
+        return {**params, "drafter": drafter, "commit": self._commit_weights(params)}
 
     def prefill(self, params: Any, request: Request, prompt: jax.Array, prompt_length: jax.Array, state: DecodeState):
         """Runs the prompts [B, S] (right-padded, live up to `prompt_length` [B]) and draws each first token.
@@ -134,7 +136,7 @@ class DecodeLoop:
             here = (last >= 0) & (last < chunk)
             picked = gather_path(out.hidden, jnp.clip(last, 0, chunk - 1)[:, None])[:, 0]
             last_hidden = jnp.where(here[:, None], picked, last_hidden)
-            cache = append_rows(cache, out.tree_kv, count)
+            cache = append_rows(cache, out.tree_kv, count, self._commit_weights(params))
             drafter_cache = self._absorb(params, drafter_cache, TextRows(tokens, out.hidden, out.features, count))
             return start + chunk, cache, drafter_cache, last_hidden
 
@@ -188,7 +190,7 @@ class DecodeLoop:
         last = jnp.take_along_axis(walk.tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
         active = (~state.done).astype(jnp.int32)
         return state.replace(
-            target_cache=commit_rows(state.target_cache, kept.rows, count),
+            target_cache=commit_rows(state.target_cache, kept.rows, count, self._commit_weights(params)),
             drafter_cache=self._absorb(params, state.drafter_cache, rows),
             root=jnp.where(state.done, state.root, last),
             tokens=write_rows(state.tokens, walk.tokens, state.num_tokens),
@@ -206,12 +208,9 @@ class DecodeLoop:
         chosen, promised = self._choose(request, state, tree)
 
         def first(width: int) -> Kept:
-            kept = Kept.of(self.verify_tree(params, request, state, first_nodes(tree, width)))
-            return kept.replace(rows=take_weights(kept.rows))
+            return Kept.of(self.verify_tree(params, request, state, first_nodes(tree, width)))
 
         kept = lax.switch(chosen, [functools.partial(first, width) for width in self.widths])
-        weights = self.target.apply({"params": params["target"]}, method=Decoder.commit_weights)
-        kept = kept.replace(rows=give_weights(kept.rows, weights))
         width = jnp.broadcast_to(jnp.asarray(self.widths, jnp.int32)[chosen], state.rounds.shape)
         state = state.replace(
             widths=write_rows(state.widths, width[:, None], state.rounds),
@@ -244,6 +243,11 @@ class DecodeLoop:
 
     def _absorb(self, params, drafter_cache, rows):
         return self.proposer.absorb(params["drafter"], params["target"], drafter_cache, rows)
+
+    def _commit_weights(self, params):
+        if "commit" in params:
+            return params["commit"]
+        return self.target.apply({"params": params["target"]}, method=Decoder.commit_weights)
 
     def _target(self, params, tokens, positions, ancestors, cache, taps):
         return self.target.apply({"params": params["target"]}, tokens, positions, ancestors, cache, taps)

@@ -7,7 +7,7 @@ Shape letters: M attention layers, B slots, K key/value heads, C rows, D head_di
 at most.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import flax.struct
 import jax
@@ -96,34 +96,30 @@ def path_rows(tree_kv: TreeKV, path: jax.Array) -> PathRows:
     return PathRows.of(tuple(of_path(rows) for rows in tree_kv))
 
 
-def take_weights(rows: PathRows) -> PathRows:
-    """Rows without the weights of recurrent layers: outputs of a branch are copied, and weights need no copy."""
-    return rows.replace(recurrent=tuple(r.replace(weights=None) for r in rows.recurrent))
-
-
-def give_weights(rows: PathRows, weights: Sequence[RecurrentWeights]) -> PathRows:
-    """Undoes `take_weights`; `weights` of the recurrent layers in order."""
-    return rows.replace(recurrent=tuple(r.replace(weights=w) for r, w in zip(rows.recurrent, weights, strict=True)))
-
-
-def commit_rows(cache: KVCache, rows: PathRows, count: jax.Array) -> KVCache:
+def commit_rows(cache: KVCache, rows: PathRows, count: jax.Array, weights: RecurrentWeights | None = None) -> KVCache:
     """Appends the first `count` [B] of a path's P rows (0 leaves a slot as it was).
 
     All P rows of keys and values are written: C must exceed every live length by at least P, so that no write is
-    clamped. Recurrent states are moved token by token (`recurrent.replay`).
+    clamped. Recurrent states are moved token by token (`recurrent.replay`), with `Decoder.commit_weights`.
     """
-    return _append(cache, rows, count, recurrent.replay)
+    return _append(cache, rows, count, weights, recurrent.replay)
 
 
-def append_rows(cache: KVCache, rows: TreeKV, count: jax.Array) -> KVCache:
-    """Appends the rows of consecutive tokens; `count` [B] of them are live, the rest lie past the new length."""
-    return _append(cache, PathRows.of(rows), count, recurrent.append)
+def append_rows(cache: KVCache, rows: TreeKV, count: jax.Array, weights: RecurrentWeights | None = None) -> KVCache:
+    """Appends the rows of consecutive tokens; `count` [B] of them are live, the rest lie past the new length.
+
+    `weights` as in `commit_rows`.
+    """
+    return _append(cache, PathRows.of(rows), count, weights, recurrent.append)
 
 
-def _append(cache: KVCache, rows: PathRows, count: jax.Array, recurrence: Callable) -> KVCache:
+def _append(
+    cache: KVCache, rows: PathRows, count: jax.Array, weights: RecurrentWeights | None, recurrence: Callable
+) -> KVCache:
+    state = cache.recurrent
     return KVCache(
         keys=write_rows(cache.keys, rows.keys, cache.length),
         values=write_rows(cache.values, rows.values, cache.length),
         length=cache.length + count,
-        recurrent=recurrence(cache.recurrent, rows.recurrent, count) if rows.recurrent else None,
+        recurrent=recurrence(state, rows.recurrent, weights, count) if rows.recurrent else None,
     )

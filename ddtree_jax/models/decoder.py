@@ -196,9 +196,12 @@ class Decoder(nn.Module):
         weight = (self.embed if self.config.tie_embeddings else self.lm_head).weight
         return linear(hidden, weight, out_dtype=jnp.float32)
 
-    def commit_weights(self) -> tuple[RecurrentWeights, ...]:
-        """Of each recurrent layer, what `RecurrentRows` carries for a commit."""
-        return tuple(self.layers[i].linear_attn.commit_weights() for i in self.config.delta_layers)
+    def commit_weights(self) -> RecurrentWeights | None:
+        """What a commit reads of the parameters; a loop makes it once, before its first turn."""
+        c = self.config
+        if not c.delta_layers:
+            return None
+        return RecurrentWeights.of([self.layers[i].linear_attn.weights() for i in c.delta_layers], c.delta)
 
     def _touch(self, tokens, positions, ancestors, cache):
         """Runs every parameter once, for `init`."""

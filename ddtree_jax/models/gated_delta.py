@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ddtree_jax.config import TargetConfig
 from ddtree_jax.models.layers import Linear, RMSNorm, total
-from ddtree_jax.models.recurrent import RecurrentRows, RecurrentState, RecurrentWeights
+from ddtree_jax.models.recurrent import RecurrentRows, RecurrentState
 from pallas_kernels.gated_delta_tree import MixerWeights, gated_delta_mixer
 from pallas_kernels.streaming_matmul import PartialSums
 
@@ -72,12 +72,8 @@ class GatedDeltaNet(nn.Module):
             projected, memory.window, memory.states, conv_rows, ancestors, self.weights(), heads=d.heads,
             eps=self.norm.eps, layer=layer,
         )  # fmt: skip
-        return out, RecurrentRows(projected[..., : d.kept_channels], self.commit_weights())
+        return out, RecurrentRows(projected[..., : d.kept_channels])
 
     def weights(self) -> MixerWeights:
         """What is not a projection."""
         return MixerWeights(self.conv1d[:, 0], self.decay_rate_log, self.decay_bias, self.norm.weight)
-
-    def commit_weights(self) -> RecurrentWeights:
-        """What a commit of this layer reads of the parameters."""
-        return RecurrentWeights(self.conv1d[:, 0], self.decay_rate_log, self.decay_bias)

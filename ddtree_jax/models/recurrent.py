@@ -16,7 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from ddtree_jax.config import DeltaConfig
-from pallas_kernels.gated_delta_tree import gated_delta_fold, gated_delta_replay, gates, short_conv, unit
+from pallas_kernels.gated_delta_tree import (
+    MixerWeights,
+    gated_delta_fold,
+    gated_delta_replay,
+    gates,
+    short_conv,
+    unit,
+)
 
 
 @flax.struct.dataclass
@@ -43,16 +50,25 @@ class RecurrentState:
 
 @flax.struct.dataclass
 class RecurrentWeights:
-    """The weights of one recurrent layer that a commit reads.
+    """What a commit reads of the parameters of all recurrent layers, as it reads it.
 
     Attributes:
-      conv_weight: [C, W], the newest tap last.
-      decay_rate_log, decay_bias: [Hv] float32 (`A_log`, `dt_bias`).
+      conv_weight: [M, W, keys and values of C], the newest tap last: queries are of no use to a state.
+      decay_rate_log, decay_bias: [M, Hv] float32 (`A_log`, `dt_bias`).
     """
 
     conv_weight: jax.Array
     decay_rate_log: jax.Array
     decay_bias: jax.Array
+
+    @classmethod
+    def of(cls, layers: Sequence[MixerWeights], config: DeltaConfig) -> "RecurrentWeights":
+        """Of all layers, in order."""
+        return cls(
+            conv_weight=jnp.stack([w.conv[config.key_size :].T for w in layers]),
+            decay_rate_log=jnp.stack([w.decay_rate_log for w in layers]),
+            decay_bias=jnp.stack([w.decay_bias for w in layers]),
+        )
 
 
 @flax.struct.dataclass
@@ -61,11 +77,9 @@ class RecurrentRows:
 
     Attributes:
       inputs: [B, N, C + 2 Hv], projections before the convolution: queries, keys, values, write strengths, decays.
-      weights: of the layer; they ride along, so that a commit needs no module. None where they travel apart.
     """
 
     inputs: jax.Array
-    weights: RecurrentWeights | None
 
 
 def parents(ancestors: jax.Array) -> jax.Array:
@@ -106,19 +120,24 @@ def conv_rows(ancestors: jax.Array, kernel: int) -> jax.Array:
     return jnp.stack(rows[::-1], axis=-1)
 
 
-def append(state: RecurrentState, rows: Sequence[RecurrentRows], count: jax.Array) -> RecurrentState:
+def append(
+    state: RecurrentState, rows: Sequence[RecurrentRows], weights: RecurrentWeights, count: jax.Array
+) -> RecurrentState:
     """Moves the state over the first `count` [B] rows of a pass over consecutive tokens (a chunk of a prompt)."""
-    return _advance(gated_delta_fold, state, rows, count)
+    return _advance(gated_delta_fold, state, rows, weights, count)
 
 
-def replay(state: RecurrentState, rows: Sequence[RecurrentRows], count: jax.Array) -> RecurrentState:
+def replay(
+    state: RecurrentState, rows: Sequence[RecurrentRows], weights: RecurrentWeights, count: jax.Array
+) -> RecurrentState:
     """`append` for the few rows of an accepted path: one token after the other, in float32."""
-    return _advance(gated_delta_replay, state, rows, count)
+    return _advance(gated_delta_replay, state, rows, weights, count)
 
 
 def _advance(
-    recurrence: Callable, state: RecurrentState, rows: Sequence[RecurrentRows], count: jax.Array
-) -> RecurrentState:
+    recurrence: Callable, state: RecurrentState, rows: Sequence[RecurrentRows], weights: RecurrentWeights,
+    count: jax.Array,
+) -> RecurrentState:  # fmt: skip
     """A count of 0 leaves every bit of a slot."""
     kernel, channels = state.window.shape[2] + 1, state.window.shape[3]
     value_heads, key_dim, value_dim = state.states.shape[2:]
@@ -126,13 +145,14 @@ def _advance(
     keys = (channels - values) // 2
     inputs = jnp.stack([r.inputs for r in rows])  # [M, B, R, C + 2 Hv]
     number = inputs.shape[2]
-    weights = jax.tree.map(lambda *layers: jnp.stack(layers)[:, None, None], *[r.weights for r in rows])
 
     line = jnp.concatenate([state.window, inputs[..., :channels]], axis=2)
     # Queries are of no use to a state.
     taps = [line[:, :, t : t + number, keys:] for t in range(kernel)]
-    k, v = jnp.split(short_conv(taps, weights.conv_weight[..., keys:, :]), (keys,), axis=-1)
-    log_decay, beta = gates(inputs[..., channels:], weights.decay_rate_log, weights.decay_bias)
+    conv_weights = [weights.conv_weight[:, None, None, t] for t in range(kernel)]
+    k, v = jnp.split(short_conv(taps, conv_weights), (keys,), axis=-1)
+    decay_weights = (w[:, None, None] for w in (weights.decay_rate_log, weights.decay_bias))
+    log_decay, beta = gates(inputs[..., channels:], *decay_weights)
     states = recurrence(
         unit(k.reshape(*k.shape[:3], -1, key_dim)), v.reshape(*v.shape[:3], value_heads, value_dim),
         log_decay, beta, state.states, count,

@@ -63,7 +63,7 @@ def conv_heads(
     taps: Sequence[jax.Array], weight: jax.Array, *, heads: tuple[int, int], dims: tuple[int, int]
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`tree_conv` in XLA, of taps [B, N, C] each, oldest first."""
-    mixed = short_conv(taps, weight[None, None])
+    mixed = short_conv(taps, [weight[None, None, :, t] for t in range(weight.shape[1])])
     q, k, v = jnp.split(mixed, (heads[0] * dims[0], 2 * heads[0] * dims[0]), axis=-1)
     q, k = (unit(x.reshape(*x.shape[:-1], heads[0], dims[0])) for x in (q, k))
     return q * dims[0] ** -0.5, k, v.reshape(*v.shape[:-1], heads[1], dims[1])
@@ -148,17 +148,17 @@ def conv_taps(window: jax.Array, inputs: jax.Array, rows: jax.Array) -> list[jax
     return [jnp.take_along_axis(line, rows[..., t, None], axis=1, mode="clip") for t in range(rows.shape[2])]
 
 
-def short_conv(taps: Sequence[jax.Array], weight: jax.Array) -> jax.Array:
+def short_conv(taps: Sequence[jax.Array], weights: Sequence[jax.Array]) -> jax.Array:
     """The causal depthwise convolution and its SiLU, in float32.
 
     Args:
       taps: W arrays [..., R, C], oldest first.
-      weight: [..., 1, C, W], of the rank of a tap and one more.
+      weights: one for each tap, [..., 1, C], of the rank of a tap.
 
     Returns:
       [..., R, C] in the dtype of the taps.
     """
-    total = sum(tap.astype(jnp.float32) * weight[..., t].astype(jnp.float32) for t, tap in enumerate(taps))
+    total = sum(tap.astype(jnp.float32) * w.astype(jnp.float32) for tap, w in zip(taps, weights, strict=True))
     return jax.nn.silu(total).astype(taps[0].dtype)
 
 

@@ -42,8 +42,8 @@ append_rows = jax.jit(cache_lib.append_rows)
 
 
 @jax.jit
-def commit_path(cache, tree_kv, path, count):
-    return cache_lib.commit_rows(cache, cache_lib.path_rows(tree_kv, path), count)
+def commit_path(cache, tree_kv, path, count, weights):
+    return cache_lib.commit_rows(cache, cache_lib.path_rows(tree_kv, path), count, weights)
 
 
 class Runner:
@@ -53,10 +53,21 @@ class Runner:
         config = target(name).config
         self.taps = tuple(range(config.num_layers)) if taps is None else taps
         self._run = compiled(name, self.taps)
+        params = {"params": target(name).params}
+        self._weights = Decoder(config).apply(params, method=Decoder.commit_weights)
         # Rows that nobody wrote are NaN: reading one of them cannot go unnoticed.
         empty = KVCache.empty(config, batch=batch, rows=capacity)
         keys, values = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), (empty.keys, empty.values))
         self.cache = empty.replace(keys=keys, values=values)
+
+    def append(self, count):
+        """Commits the first `count` tokens of the last pass, a chain."""
+        self.cache = append_rows(self.cache, self.tree_kv, jnp.asarray(count, jnp.int32), self._weights)
+
+    def commit(self, path, count):
+        """Commits the first `count` nodes of a path of the last pass."""
+        path, count = jnp.asarray(path), jnp.asarray(count, jnp.int32)
+        self.cache = commit_path(self.cache, self.tree_kv, path, count, self._weights)
 
     def tree(self, tokens, parent):
         """One pass over nodes with the given parents (-1: the root, below the cache) -> logits, taps [layers, ...]."""
@@ -118,10 +129,10 @@ def test_prompt_in_chunks(name, commit):
             close(taps[:, b], gold["blocks"][:, b, s : s + NODES])
         count = np.minimum(rng.integers(1, NODES + 1, 2), end - start).astype(np.int32)
         if commit == "append_rows":
-            runner.cache = append_rows(runner.cache, runner.tree_kv, jnp.asarray(count))
+            runner.append(count)
         else:
             path = jnp.broadcast_to(jnp.arange(NODES, dtype=jnp.int32)[None], (2, NODES))
-            runner.cache = commit_path(runner.cache, runner.tree_kv, path, jnp.asarray(count))
+            runner.commit(path, count)
         start += count
         np.testing.assert_array_equal(runner.cache.length, start)
 
@@ -134,7 +145,7 @@ def test_one_token_at_a_time(name):
         logits, taps = runner.chain(gold["tokens"][:, i : i + 1])
         close(logits[:, 0], gold["logits"][:, i])
         close(taps[:, :, 0], gold["blocks"][:, :, i])
-        runner.cache = append_rows(runner.cache, runner.tree_kv, jnp.ones(2, jnp.int32))
+        runner.append(np.ones(2, np.int32))
 
 
 # The fork as a tree: node 0 is the branches' common first token, then the branches take turns.
@@ -148,7 +159,7 @@ def fork(name):
     prefix = gold["fork_prefix"].astype(np.int32)
     runner = Runner(name)
     runner.chain(gold["tokens"])
-    runner.cache = append_rows(runner.cache, runner.tree_kv, jnp.asarray(prefix))
+    runner.append(prefix)
     tokens = np.zeros((2, len(PARENT)), np.int64)
     for branch, nodes in enumerate(BRANCH_NODES):
         tokens[:, nodes] = gold["fork_tokens"][:, branch]
@@ -170,7 +181,7 @@ def test_commit_of_a_branch_continues_that_branch(name):
     gold, runner, tokens = fork(name)
     runner.tree(tokens, PARENT)
     path, count = np.array([BRANCH_NODES[1][:4], BRANCH_NODES[0][:4]], np.int32), np.array([3, 2], np.int32)
-    runner.cache = commit_path(runner.cache, runner.tree_kv, jnp.asarray(path), jnp.asarray(count))
+    runner.commit(path, count)
     branches = gold["fork_tokens"][[0, 1], [1, 0]]
     rest = np.zeros((2, NODES), np.int64)
     for b, n in enumerate(count):

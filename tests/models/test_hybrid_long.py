@@ -2,11 +2,10 @@
 
 import functools
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden_models import GOLDENS
-from test_decoder_parity import Runner, append_rows, close
+from test_decoder_parity import Runner, close
 
 HYBRIDS = ["qwen3_5", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_next", "qwen3_5_moe"))]
 CHUNK = 71  # more than the 64 rows that a commit of many rows takes at a time, and odd
@@ -37,14 +36,14 @@ def test_chunks_then_single_tokens(name):
         for b, n in enumerate(count):
             if n:
                 close(logits[b, :n], gold["logits"][start[b] : start[b] + n])
-        runner.cache = append_rows(runner.cache, runner.tree_kv, jnp.asarray(count, jnp.int32))
+        runner.append(count)
         start += np.asarray(count, np.int32)
     np.testing.assert_array_equal(start, [188, 141])
     for _ in range(9):
         logits, _ = runner.chain(np.stack([gold["tokens"][s : s + 1] for s in start]))
         for b, s in enumerate(start):
             close(logits[b, 0], gold["logits"][s])
-        runner.cache = append_rows(runner.cache, runner.tree_kv, jnp.ones(2, jnp.int32))
+        runner.append(np.ones(2, np.int32))
         start += 1
 
 

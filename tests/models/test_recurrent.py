@@ -12,6 +12,7 @@ from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
 from ddtree_jax.models.recurrent import RecurrentRows, RecurrentState, RecurrentWeights
 from ddtree_jax.tree import ancestor_bits, gather_path, static_bits
+from pallas_kernels.gated_delta_tree import MixerWeights
 
 CONFIG = testing.tiny_hybrid_config()
 LAYERS, BATCH, KERNEL = 3, 2, CONFIG.delta.conv_kernel
@@ -54,25 +55,32 @@ def random_state(rng):
 
 
 def random_rows(rng, nodes):
+    shape = BATCH, nodes, CHANNELS + 2 * HEADS
+    return [RecurrentRows(jnp.asarray(rng.standard_normal(shape), jnp.float32)) for _ in range(LAYERS)]
+
+
+def random_weights(rng):
     def one():
-        return RecurrentRows(
-            inputs=jnp.asarray(rng.standard_normal((BATCH, nodes, CHANNELS + 2 * HEADS)), jnp.float32),
-            weights=RecurrentWeights(
-                conv_weight=jnp.asarray(rng.standard_normal((CHANNELS, KERNEL)), jnp.float32),
-                decay_rate_log=jnp.asarray(rng.uniform(-5, 1, HEADS), jnp.float32),
-                decay_bias=jnp.asarray(rng.standard_normal(HEADS), jnp.float32),
-            ),
+        return MixerWeights(
+            conv=jnp.asarray(rng.standard_normal((CHANNELS, KERNEL)), jnp.float32),
+            decay_rate_log=jnp.asarray(rng.uniform(-5, 1, HEADS), jnp.float32),
+            decay_bias=jnp.asarray(rng.standard_normal(HEADS), jnp.float32),
+            norm=None,
         )
 
     return [one() for _ in range(LAYERS)]
 
 
-def reference(state, rows, path, count):
+def stacked(weights):
+    return RecurrentWeights.of(weights, CONFIG.delta)
+
+
+def reference(state, rows, weights, path, count):
     """The definition in float64, slot by slot and token by token."""
     window, states = (np.asarray(x, np.float64) for x in (state.window, state.states))
     window, states = window.copy(), states.copy()
     keys, group = CONFIG.delta.key_size, HEADS // CONFIG.delta.num_key_heads
-    for m, layer in enumerate(rows):
+    for m, layer in enumerate(zip(rows, weights)):
         inputs, weight, rate_log, bias = (np.asarray(x, np.float64) for x in jax.tree.leaves(layer))
         for b in range(BATCH):
             for node in path[b][: count[b]]:
@@ -93,11 +101,11 @@ def reference(state, rows, path, count):
 @pytest.mark.parametrize("count", [(9, 4), (1, 9), (0, 2)])
 def test_a_commit_follows_the_path(count):
     rng = np.random.default_rng(sum(count))
-    state, rows = random_state(rng), random_rows(rng, 20)
+    state, rows, weights = random_state(rng), random_rows(rng, 20), random_weights(rng)
     path = np.stack([np.sort(rng.choice(20, 9, replace=False)) for _ in range(BATCH)]).astype(np.int32)
     kept = [r.replace(inputs=gather_path(r.inputs, jnp.asarray(path))) for r in rows]
-    after = jax.jit(recurrent.replay)(state, kept, jnp.asarray(count, jnp.int32))
-    window, states = reference(state, rows, path, count)
+    after = jax.jit(recurrent.replay)(state, kept, stacked(weights), jnp.asarray(count, jnp.int32))
+    window, states = reference(state, rows, weights, path, count)
     np.testing.assert_array_equal(after.window, window.astype(np.float32))
     assert np.linalg.norm(after.states - states) <= 1e-6 * np.linalg.norm(states)
 
@@ -105,9 +113,9 @@ def test_a_commit_follows_the_path(count):
 @pytest.mark.parametrize("count", [(150, 64), (1, 65), (0, 128)])
 def test_a_chunk_of_a_prompt_is_a_long_path(count):
     rng = np.random.default_rng(sum(count))
-    state, rows = random_state(rng), random_rows(rng, 150)
-    after = jax.jit(recurrent.append)(state, rows, jnp.asarray(count, jnp.int32))
-    window, states = reference(state, rows, np.arange(150)[None].repeat(BATCH, 0), count)
+    state, rows, weights = random_state(rng), random_rows(rng, 150), random_weights(rng)
+    after = jax.jit(recurrent.append)(state, rows, stacked(weights), jnp.asarray(count, jnp.int32))
+    window, states = reference(state, rows, weights, np.arange(150)[None].repeat(BATCH, 0), count)
     np.testing.assert_array_equal(after.window, window.astype(np.float32))
     assert np.linalg.norm(after.states - states) <= 1e-6 * np.linalg.norm(states)
 
@@ -116,9 +124,9 @@ def test_a_chunk_of_a_prompt_is_a_long_path(count):
 def test_a_count_of_zero_leaves_every_bit(kind):
     """Whatever the rows hold: a finished slot's rows are of no text."""
     rng = np.random.default_rng(3)
-    state, rows = random_state(rng), random_rows(rng, 8)
+    state, rows, weights = random_state(rng), random_rows(rng, 8), stacked(random_weights(rng))
     rows = [r.replace(inputs=r.inputs.at[0].set(jnp.nan)) for r in rows]
-    after = jax.jit(getattr(recurrent, kind))(state, rows, jnp.asarray([0, 3], jnp.int32))
+    after = jax.jit(getattr(recurrent, kind))(state, rows, weights, jnp.asarray([0, 3], jnp.int32))
     np.testing.assert_array_equal(after.window[:, 0], state.window[:, 0])
     np.testing.assert_array_equal(after.states[:, 0], state.states[:, 0])
     assert not np.array_equal(after.states[:, 1], state.states[:, 1])
@@ -141,12 +149,13 @@ def decoder():
     prompt = jnp.asarray(np.random.default_rng(0).integers(0, 60, (BATCH, 24)), jnp.int32)
     empty = KVCache.empty(target.config, batch=BATCH, rows=64)
     out = run(prompt, jnp.broadcast_to(chain[None], (BATCH, 24)), empty)
-    return run, append_rows(empty, out.tree_kv, jnp.asarray([24, 17], jnp.int32))
+    weights = module.apply({"params": target.params}, method=Decoder.commit_weights)
+    return run, append_rows(empty, out.tree_kv, jnp.asarray([24, 17], jnp.int32), weights), weights
 
 
 def test_siblings_do_not_see_each_other(decoder):
     """Other tokens elsewhere in the tree leave a branch bit for bit as it was; its own ancestors do not."""
-    run, cache = decoder
+    run, cache, _ = decoder
     rng = np.random.default_rng(1)
     parent = random_parents(rng, 24, 24)
     path = [23]
@@ -167,7 +176,7 @@ def test_siblings_do_not_see_each_other(decoder):
 
 def test_a_committed_branch_is_the_text_it_spells(decoder):
     """The cache after a tree's branch equals the cache after the same tokens as a chain."""
-    run, cache = decoder
+    run, cache, weights = decoder
     rng = np.random.default_rng(4)
     parent = random_parents(rng, 24, 24)
     path = [23]
@@ -178,10 +187,10 @@ def test_a_committed_branch_is_the_text_it_spells(decoder):
     tree = run(jnp.asarray(tokens), jnp.asarray(np.broadcast_to(parent, tokens.shape)), cache)
     rows = np.zeros((BATCH, 24), np.int32) + path[-1]
     rows[:, : len(path)] = path
-    by_tree = commit_rows(cache, cache_lib.path_rows(tree.tree_kv, jnp.asarray(rows)), count)
+    by_tree = commit_rows(cache, cache_lib.path_rows(tree.tree_kv, jnp.asarray(rows)), count, weights)
     chain = jnp.asarray(np.maximum(np.arange(24) - 1, 0), jnp.int32)
     line = run(jnp.asarray(tokens[:, rows[0]]), jnp.broadcast_to(chain[None], tokens.shape), cache)
-    by_chain = append_rows(cache, line.tree_kv, count)
+    by_chain = append_rows(cache, line.tree_kv, count, weights)
     np.testing.assert_array_equal(by_tree.length, by_chain.length)
     np.testing.assert_allclose(by_tree.recurrent.window, by_chain.recurrent.window, atol=2e-5)
     np.testing.assert_allclose(by_tree.recurrent.states, by_chain.recurrent.states, atol=2e-5)
