@@ -210,8 +210,8 @@ def _drafter(c: DrafterConfig) -> Iterator[Parameter]:
         to, source = f"layers_{i}", f"layers.{i}"
         attention, heads = f"{to}/self_attn", f"{source}.self_attn"
         yield _one(f"{to}/input_layernorm/weight", f"{source}.input_layernorm.weight", hidden)
-        yield from _projections(f"{attention}/q_proj", heads, {"q_proj": query}, hidden, bias)
-        yield from _projections(f"{attention}/kv_proj", heads, {"k_proj": key, "v_proj": key}, hidden, bias)
+        qkv = {"q_proj": query, "k_proj": key, "v_proj": key}
+        yield from _projections(f"{attention}/qkv_proj", heads, qkv, hidden, bias)
         yield _one(f"{attention}/q_norm/weight", f"{heads}.q_norm.weight", c.head_dim)
         yield _one(f"{attention}/k_norm/weight", f"{heads}.k_norm.weight", c.head_dim)
         yield from _projections(f"{attention}/o_proj", heads, {"o_proj": hidden}, query, bias)

@@ -15,12 +15,13 @@ import numpy as np
 from ddtree_jax.config import DrafterConfig
 from ddtree_jax.models.cache import KVCache, PathRows, commit_rows
 from ddtree_jax.models.dynamic_conv import DynamicConv, causal_conv
-from ddtree_jax.models.layers import MLP, Linear, RMSNorm, between_mixers, for_kernels, linear, split_heads
+from ddtree_jax.models.layers import MLP, Linear, RMSNorm, between_mixers, linear, split_heads
 from ddtree_jax.models.rope import rope_tables
 from ddtree_jax.models.selector import CandidateSelector
 from ddtree_jax.tree import static_bits
-from pallas_kernels.fused_norm import Heads, apply_rope, rms_norm
+from pallas_kernels.fused_norm import Heads, apply_rope, qk_norm_rope, rms_norm
 from pallas_kernels.linear_chain import Turns
+from pallas_kernels.streaming_matmul import PartialSums
 from pallas_kernels.tree_attention import projected_tree_attention
 
 
@@ -62,32 +63,46 @@ class DraftAttention(nn.Module):
     def setup(self):
         c, dtype = self.config, self.config.jax_dtype
         bias = c.attention_bias
-        self.q_proj = Linear(c.num_heads * c.head_dim, c.hidden_size, use_bias=bias, dtype=dtype)
-        self.kv_proj = Linear(2 * c.num_kv_heads * c.head_dim, c.hidden_size, use_bias=bias, dtype=dtype)
+        self.qkv_proj = Linear(self.projected_heads.count * c.head_dim, c.hidden_size, use_bias=bias, dtype=dtype)
         self.o_proj = Linear(c.hidden_size, c.num_heads * c.head_dim, use_bias=bias, dtype=dtype)
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype)
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps, dtype)
 
-    def keys_values(self, x: jax.Array, rope) -> tuple[jax.Array, jax.Array]:
-        """[B, R, E] -> keys (normed, rotated) and values, [B, K, R, D] each; the same for context and block rows."""
-        k, v = jnp.split(split_heads(self.kv_proj(x), 2 * self.config.num_kv_heads), 2, axis=2)
-        return apply_rope(self.k_norm(k), *rope).swapaxes(1, 2), v.swapaxes(1, 2)
-
-    def __call__(self, x: jax.Array, rope, positions: jax.Array, cache: KVCache, layer: int) -> jax.Array:
-        """[B, S, E] -> [B, S, H D] for `o_proj`."""
+    @property
+    def projected_heads(self) -> Heads:
+        """What `qkv_proj` holds."""
         c = self.config
-        heads = Heads(
+        return Heads(
             queries=c.num_heads, keys=c.num_kv_heads, gates=0, head_dim=c.head_dim, eps=c.rms_norm_eps,
             zero_centred=False,
         )  # fmt: skip
-        projected = for_kernels(jnp.concatenate([self.q_proj(x), self.kv_proj(x)], axis=-1))
-        seen = jnp.asarray(static_bits(block_visibility(x.shape[1], self.causal, self.sliding_window)))
+
+    def context_rows(self, x: jax.Array) -> jax.Array:
+        """The rows of `qkv_proj` that make keys and values, all that the context needs: of its weight or bias."""
+        return x[self.config.num_heads * self.config.head_dim :]
+
+    def keys_values(self, x: jax.Array, rope) -> tuple[jax.Array, jax.Array]:
+        """Context [B, R, E] -> keys (normed, rotated) and values, [B, K, R, D] each."""
+        bias = None if self.qkv_proj.bias is None else self.context_rows(self.qkv_proj.bias)
+        rows = linear(x, self.context_rows(self.qkv_proj.weight), bias)
+        k, v = jnp.split(split_heads(rows, 2 * self.config.num_kv_heads), 2, axis=2)
+        return apply_rope(self.k_norm(k), *rope).swapaxes(1, 2), v.swapaxes(1, 2)
+
+    def block_heads(self, projected: jax.Array, rope) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """`qkv_proj` of block rows -> queries [B, S, H, D], keys and values [B, K, S, D]."""
+        weights = self.q_norm.weight, self.k_norm.weight
+        return qk_norm_rope(projected, *weights, *rope, self.projected_heads)[:3]
+
+    def __call__(self, projected: jax.Array | PartialSums, rope, positions, cache: KVCache, layer: int) -> jax.Array:
+        """`qkv_proj` of block rows, [B, S, (H + 2 K) D] -> [B, S, H D] for `o_proj`."""
+        batch, slots = positions.shape
+        seen = jnp.asarray(static_bits(block_visibility(slots, self.causal, self.sliding_window)))
         out, *_ = projected_tree_attention(
-            projected, self.q_norm.weight, self.k_norm.weight, *rope, heads, cache.keys, cache.values, cache.length,
-            jnp.broadcast_to(seen[None], (x.shape[0], *seen.shape)), scale=c.head_dim**-0.5,
+            projected, self.q_norm.weight, self.k_norm.weight, *rope, self.projected_heads, cache.keys, cache.values,
+            cache.length, jnp.broadcast_to(seen[None], (batch, *seen.shape)), scale=self.config.head_dim**-0.5,
             sliding_window=self.sliding_window, positions=positions, layer=layer,
         )  # fmt: skip
-        return out.reshape(*out.shape[:2], -1)
+        return out.reshape(batch, slots, -1)
 
 
 class DraftBlock(nn.Module):
@@ -105,15 +120,30 @@ class DraftBlock(nn.Module):
             self.attention_conv = DynamicConv(c.hidden_size, c.conv_taps, c.conv_group_size, c.jax_dtype)
             self.mlp_conv = DynamicConv(c.hidden_size, c.conv_taps, c.conv_group_size, c.jax_dtype)
 
-    def __call__(self, x, n, next_norm: RMSNorm, turns: Turns, *attention_args):
-        """The residual stream [B, S, E] and its norm before this layer -> the same after it, by the next one's norm."""
+    @property
+    def entry(self) -> Linear | None:
+        """The projection of the normed stream that this layer starts from; none if convolutions come before it."""
+        return None if self.config.conv_taps else self.self_attn.qkv_proj
+
+    def __call__(self, x, start, next_norm: RMSNorm, next_entry: Linear | None, turns: Turns, *attention_args):
+        """One layer, up to where the next one starts.
+
+        Args:
+          x: [B, S, E], the residual stream.
+          start: its norm, or `entry` of that.
+          next_norm, next_entry: of the layer after this one, or the final norm and none.
+
+        Returns:
+          The residual stream after this layer, and the next one's start.
+        """
+        attention, norm = self.self_attn, self.post_attention_layernorm
         if not self.config.conv_taps:
-            mixed = self.self_attn(n, *attention_args)
-            norm = self.post_attention_layernorm
-            return between_mixers(mixed, x, self.self_attn.o_proj, norm, self.mlp, next_norm, None, turns)
-        before, after = self.attention_conv.kernels(n)
-        mixed = self.self_attn.o_proj(self.self_attn(causal_conv(n, before), *attention_args))
-        x, n = self.post_attention_layernorm.add(x, causal_conv(mixed, after))
+            mixed = attention(start, *attention_args)
+            return between_mixers(mixed, x, attention.o_proj, norm, self.mlp, next_norm, next_entry, turns)
+        before, after = self.attention_conv.kernels(start)
+        projected = attention.qkv_proj.partial(causal_conv(start, before))
+        mixed = attention.o_proj(attention(projected, *attention_args))
+        x, n = norm.add(x, causal_conv(mixed, after))
         before, after = self.mlp_conv.kernels(n)
         return next_norm.add(x, causal_conv(self.mlp(causal_conv(n, before)), after))
 
@@ -161,8 +191,12 @@ class DFlash(nn.Module):
         """For `context_rows`; a loop that calls it makes them once, before its first turn."""
         attention = [layer.self_attn for layer in self.layers]
         return ContextWeights(
-            projection=_keys_first([a.kv_proj.weight for a in attention]),
-            bias=_keys_first([a.kv_proj.bias for a in attention]) if self.config.attention_bias else None,
+            projection=_keys_first([a.context_rows(a.qkv_proj.weight) for a in attention]),
+            bias=(
+                _keys_first([a.context_rows(a.qkv_proj.bias) for a in attention])
+                if self.config.attention_bias
+                else None
+            ),
             norm=jnp.stack([a.k_norm.weight for a in attention]),
         )
 
@@ -207,11 +241,13 @@ class DFlash(nn.Module):
         positions = cache.length[:, None] + slots[None, :]
         rope = rope_tables(c.rope, positions, c.head_dim)
         x, turns = block.astype(c.jax_dtype), Turns()
-        norms = [*(layer.input_layernorm for layer in self.layers), self.norm]
-        n = norms[0](x)
-        for i, layer in enumerate(self.layers):
-            x, n = layer(x, n, norms[i + 1], turns, rope, positions, cache, i)
-        return n
+        first, *others = self.layers
+        start = first.input_layernorm(x)
+        start = start if first.entry is None else first.entry.partial(start)
+        ends = [*((layer.input_layernorm, layer.entry) for layer in others), (self.norm, None)]
+        for i, (layer, end) in enumerate(zip(self.layers, ends, strict=True)):
+            x, start = layer(x, start, *end, turns, rope, positions, cache, i)
+        return start
 
     def absorb(
         self, features: jax.Array, count: jax.Array, cache: KVCache, weights: ContextWeights | None = None

@@ -14,11 +14,10 @@ import jax.numpy as jnp
 from ddtree_jax.config import DrafterConfig, TargetConfig
 from ddtree_jax.models.decoder import Block
 from ddtree_jax.models.dflash import DFlash, DraftBlock
-from ddtree_jax.models.layers import differentiable, split_heads
+from ddtree_jax.models.layers import differentiable
 from ddtree_jax.models.rope import rope_tables
 from ddtree_jax.train.attention import AttentionSpec, block_attention
 from ddtree_jax.train.recurrent import mix_rows
-from pallas_kernels.fused_norm import apply_rope
 
 
 @differentiable()
@@ -117,8 +116,7 @@ def draft_blocks(
         def layer(layer_params, x, context, causal=causal, window=window, first=first, spec=spec):
             block = DraftBlock(c, causal, window).bind({"params": layer_params})
             attention, h = block.self_attn, block.input_layernorm(x)
-            q = apply_rope(attention.q_norm(split_heads(attention.q_proj(h), c.num_heads)), *rope)
-            k, v = attention.keys_values(h, rope)
+            q, k, v = attention.block_heads(attention.qkv_proj(h), rope)
             by_block = lambda y: y.reshape(b, n, slots, *y.shape[2:])  # noqa: E731
             out = block_attention(
                 spec, by_block(q), *attention.keys_values(context, context_rope), first, last,

@@ -115,14 +115,14 @@ def init_state(models: Models, target_params: Any, total_steps: int) -> TrainSta
 
 
 def _target_layer(config: TargetConfig, layer: Any) -> Any:
-    """A layer of the target in the drafter's names: queries apart from keys and values, without output gates."""
+    """A layer of the target as the drafter has it: without output gates."""
     layer = _plain_norms(config, layer)
     if "self_attn" not in layer:  # a recurrent layer has a feed-forward block to give, and norms
         return layer
     attention = dict(layer["self_attn"])
     fused = attention.pop("qkv_proj")["weight"]
-    q_end, kv_end = (n * config.head_dim for n in (config.num_heads, config.num_heads + 2 * config.num_kv_heads))
-    attention |= {"q_proj": {"weight": fused[:q_end]}, "kv_proj": {"weight": fused[q_end:kv_end]}}
+    rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    attention |= {"qkv_proj": {"weight": fused[:rows]}}
     return {**layer, "self_attn": attention}
 
 

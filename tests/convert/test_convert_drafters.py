@@ -49,8 +49,7 @@ def test_tensors_land_in_the_tree(tmp_path, target, prefix, bias):
     for i in range(synthetic.LAYERS):
         attention, heads = params[f"layers_{i}"]["self_attn"], f"layers.{i}.self_attn."
         for kind in ["weight"] + ["bias"] * bias:
-            same(attention["q_proj"][kind], f"{heads}q_proj.{kind}")
-            same(attention["kv_proj"][kind], f"{heads}k_proj.{kind}", f"{heads}v_proj.{kind}")
+            same(attention["qkv_proj"][kind], *(f"{heads}{name}_proj.{kind}" for name in "qkv"))
             same(attention["o_proj"][kind], f"{heads}o_proj.{kind}")
         same(params[f"layers_{i}"]["mlp"]["gate_up_proj"]["weight"], *(
             f"layers.{i}.mlp.{name}_proj.weight" for name in ("gate", "up")

@@ -176,10 +176,7 @@ def test_initial_weights_come_from_the_target_where_asked():
     layers = init_state(Models.of(tiny_config(init="layers"), TARGET.config), theirs, 4).params["layers_0"]
     last = theirs["layers_1"]
     np.testing.assert_array_equal(layers["self_attn"]["o_proj"]["weight"], last["self_attn"]["o_proj"]["weight"])
-    np.testing.assert_array_equal(layers["self_attn"]["q_proj"]["weight"], last["self_attn"]["qkv_proj"]["weight"][:32])
-    np.testing.assert_array_equal(
-        layers["self_attn"]["kv_proj"]["weight"], last["self_attn"]["qkv_proj"]["weight"][32:]
-    )
+    np.testing.assert_array_equal(layers["self_attn"]["qkv_proj"]["weight"], last["self_attn"]["qkv_proj"]["weight"])
     assert layers["mlp"]["down_proj"]["weight"].shape == (32, 40)
 
 
@@ -196,8 +193,7 @@ def test_initial_weights_of_a_hybrid_target_are_made_plain():
     q, kv = (n * shape.head_dim for n in (shape.num_heads, 2 * shape.num_kv_heads))
     fused = last["self_attn"]["qkv_proj"]["weight"]
     assert fused.shape[0] == 2 * q + kv
-    np.testing.assert_array_equal(own["self_attn"]["q_proj"]["weight"], fused[:q])
-    np.testing.assert_array_equal(own["self_attn"]["kv_proj"]["weight"], fused[q : q + kv])
+    np.testing.assert_array_equal(own["self_attn"]["qkv_proj"]["weight"], fused[: q + kv])
     np.testing.assert_array_equal(
         found["layers_0"]["input_layernorm"]["weight"], 1 + theirs["layers_0"]["input_layernorm"]["weight"]
     )
