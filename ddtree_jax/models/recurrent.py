@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from ddtree_jax.config import DeltaConfig
 from pallas_kernels.gated_delta_tree import (
@@ -146,16 +147,26 @@ def _advance(
     inputs = jnp.stack([r.inputs for r in rows])  # [M, B, R, C + 2 Hv]
     number = inputs.shape[2]
 
-    line = jnp.concatenate([state.window, inputs[..., :channels]], axis=2)
+    # As they lie: XLA would take rows as the fastest axis, which the gates' is below, and transpose all of it twice.
+    in_order = Layout(major_to_minor=(0, 1, 2, 3))
+    strength_decay = with_layout_constraint(inputs[..., channels:], in_order)
+    line = with_layout_constraint(jnp.concatenate([state.window, inputs[..., :channels]], axis=2), in_order)
     # Queries are of no use to a state.
     taps = [line[:, :, t : t + number, keys:] for t in range(kernel)]
     conv_weights = [weights.conv_weight[:, None, None, t] for t in range(kernel)]
     k, v = jnp.split(short_conv(taps, conv_weights), (keys,), axis=-1)
     decay_weights = (w[:, None, None] for w in (weights.decay_rate_log, weights.decay_bias))
-    log_decay, beta = gates(inputs[..., channels:], *decay_weights)
+    log_decay, beta = gates(strength_decay, *decay_weights)
     states = recurrence(
         unit(k.reshape(*k.shape[:3], -1, key_dim)), v.reshape(*v.shape[:3], value_heads, value_dim),
         log_decay, beta, state.states, count,
     )  # fmt: skip
-    last = count[:, None] + jnp.arange(kernel - 1, dtype=jnp.int32)[None, :]
-    return RecurrentState(window=jnp.take_along_axis(line, last[None, :, :, None], axis=2, mode="clip"), states=states)
+    return RecurrentState(window=_last_rows(line, count, kernel - 1), states=states)
+
+
+def _last_rows(line: jax.Array, count: jax.Array, rows: int) -> jax.Array:
+    """line [M, B, R, C] from row count [B] on, `rows` of them."""
+    if len(count) == 1:  # a gather makes XLA transpose all of it
+        return jax.lax.dynamic_slice_in_dim(line, count[0], rows, axis=2)
+    index = count[:, None] + jnp.arange(rows, dtype=jnp.int32)[None, :]
+    return jnp.take_along_axis(line, index[None, :, :, None], axis=2, mode="clip")
