@@ -108,3 +108,11 @@ def test_sizes_that_do_not_fit_are_refused_by_name():
     with pytest.raises(ValueError, match="hidden must be a multiple of 128"):
         Config(**vars(good) | dict(block=64)).check(narrow)
     assert choose(Chain(rows=1, mixed=256, hidden=192, intermediate=256)) is None  # norms take 128 columns at a time
+
+
+@pytest.mark.parametrize("rows,whole", [(1, True), (16, True), (64, True), (128, False)])
+def test_up_to_64_rows_the_projection_is_left_whole(rows, whole):
+    """Attention then norms and rotates it itself; of more rows splits are measured to be faster."""
+    chain = Chain(rows=rows, mixed=4096, hidden=4096, intermediate=12288, projected=6144)
+    assert (choose(chain).next.splits == 1) == whole
+    assert choose(chain).down.splits > 1
