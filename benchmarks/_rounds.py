@@ -226,16 +226,21 @@ class Rounds:
         return Verified(tree=tree, out=noise(empty), draws=draws, walk=walk)
 
 
-def compile_part(part: Part, params: Any) -> Callable:
-    """Compiles run(params, fixed, carry, turns) -> carry."""
+def loop_of(part: Part) -> Callable:
+    """run(params, fixed, carry, turns) -> carry, jitted; the carry is donated."""
 
     @functools.partial(jax.jit, donate_argnums=2)
     def run(params, fixed, carry, turns):
         params = part.prepare(params)
         return lax.fori_loop(0, turns, lambda _, carry: part.step(params, fixed, carry), carry)
 
+    return run
+
+
+def compile_part(part: Part, params: Any) -> Callable:
+    """`loop_of` a part, compiled."""
     fixed, carry = jax.eval_shape(part.make)
-    return run.lower(params, fixed, carry, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+    return loop_of(part).lower(params, fixed, carry, jax.ShapeDtypeStruct((), jnp.int32)).compile()
 
 
 def time_part(part: Part, run: Callable, params: Any, *, seconds: float = 0.15, repeats: int = 3) -> float:

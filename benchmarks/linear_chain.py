@@ -3,10 +3,13 @@
   python -m benchmarks.linear_chain --shape qwen3-8b --rows 1,16,64,128
   python -m benchmarks.linear_chain --shape qwen3.6-27b --mixer delta --rows 64 --trace
   python -m benchmarks.linear_chain --shape qwen3-4b --rows 64 --sweep 8    sizes beside those that the rule takes
+  python -m benchmarks.linear_chain --rows 64 --sizes 96x3,96,96x3,48:7:3:128                     sizes of one's own
 
 Times are microseconds of one chain in a loop on the device, each fed with the residual stream of the one before;
-weights do not fit in the level-2 cache. `--trace` prints when the kernel's phases begin and end by the clocks of the
-multiprocessors: least, median and greatest over all thread blocks, in thousands of cycles from the first.
+weights do not fit in the level-2 cache. Sizes are tile and splits of the products in their order, stages of the weights
+and of x, and inner columns of a step; what does not compile is said and left out. `--trace` prints when the kernel's
+phases begin and end by the clocks of the multiprocessors: least, median and greatest over all thread blocks, in
+thousands of cycles from the first.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import glob
 import json
 import os
 import statistics
+import sys
 import tempfile
 from unittest import mock
 
@@ -30,8 +34,10 @@ from benchmarks import _timing, layer_chain
 from benchmarks._models import TARGETS, normal
 from ddtree_jax.config import TargetConfig
 from pallas_kernels.linear_chain import Turns, api, mosaic_gpu
-from pallas_kernels.linear_chain.config import Chain, Config, candidates
+from pallas_kernels.linear_chain.config import Chain, Config, Cut, candidates
+from pallas_kernels.mosaic_gpu_layouts import ROWS
 
+_PRODUCTS = ("out", "gate_up", "down", "next")
 _UNROLLED = 6  # chains a turn of the loop, so that the host launches turns faster than the GPU takes them
 
 
@@ -65,17 +71,36 @@ def chained(chain: Chain, config: Config, stream: jax.Array, operands: dict[str,
     return stream
 
 
+def parse_sizes(text: str) -> dict:
+    """The fields of a `Config` but for its consumers, from "96x3,96,96x3,48:7:3:128"."""
+    try:
+        cuts, weight_stages, x_stages, block = text.split(":")
+        numbers = [[int(n) for n in cut.split("x")] for cut in cuts.split(",")]
+        found = {name: Cut(*cut, *[1] * (2 - len(cut))) for name, cut in zip(_PRODUCTS, numbers, strict=True)}
+        return found | dict(weight_stages=int(weight_stages), x_stages=int(x_stages), block=int(block))
+    except (ValueError, TypeError):
+        message = f"expected like 96x3,96,96x3,48:7:3:128 ({', '.join(_PRODUCTS)}), found {text!r}"
+        raise argparse.ArgumentTypeError(message) from None
+
+
 def measure_us(chain: Chain, sizes: list[Config], operands: dict[str, jax.Array], turns: int = 30) -> list[float]:
-    """Microseconds of one chain with each of the sizes."""
+    """Microseconds of one chain with each of the sizes, infinity for one that does not compile."""
     stream = normal(jax.random.key(1), (chain.rows, chain.hidden), jnp.dtype(chain.dtype), 1.0)
 
     def compile_one(config: Config):
-        return _timing.compile_loop(functools.partial(chained, chain, config), stream, [(operands,)], turns)
+        try:
+            return _timing.compile_loop(functools.partial(chained, chain, config), stream, [(operands,)], turns)
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            print(f"# {config}: {str(error).splitlines()[0]}", file=sys.stderr)
+            return None
 
     with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
         loops = list(pool.map(compile_one, sizes))
     with _timing.alone():
-        return [_timing.time_loop_us(loop, stream, [(operands,)], turns) / _UNROLLED for loop in loops]
+        return [
+            _timing.time_loop_us(loop, stream, [(operands,)], turns) / _UNROLLED if loop else float("inf")
+            for loop in loops
+        ]
 
 
 def trace(chain: Chain, config: Config, operands: dict[str, jax.Array]) -> list[str]:
@@ -120,11 +145,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--mixer", choices=("attention", "delta"), default="attention")
     parser.add_argument("--rows", default="1,16,64,128")
     parser.add_argument("--sweep", type=int, default=1, help="how many of the sizes that fit, the likeliest first")
+    parser.add_argument("--sizes", action="append", type=parse_sizes, help="time these too; may be given often")
     parser.add_argument("--trace", action="store_true", help="print when the phases of one launch begin and end")
     args = parser.parse_args(arguments)
     for rows in (int(r) for r in args.rows.split(",")):
         chain = make_chain(TARGETS[args.shape], args.mixer, rows)
         sizes = candidates(chain)[: args.sweep]
+        consumers = -(-rows // ROWS)
+        sizes += [Config(consumers=consumers, **own) for own in args.sizes or ()] if sizes else []
         if obstacle := api.unsupported(chain, sizes[0] if sizes else None):
             parser.error(f"--shape {args.shape}: the kernel cannot do {obstacle}")
         operands = make_operands(chain)

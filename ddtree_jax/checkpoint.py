@@ -244,11 +244,14 @@ def load_params(path: str | Path, abstract_params: Any) -> Any:
         found = _flatten(metadata)
     except Exception as error:  # Orbax lets many types through for a damaged file
         raise CheckpointError(f"{folder}: truncated or damaged: {_first_line(error)}") from None
+    anew = "; of another version of this package? python -m convert makes it anew"
     for key in sorted(expected.keys() | found.keys()):
         if key not in found:
-            raise CheckpointError(f"{folder}: {key}: expected shape {tuple(expected[key].shape)}, found no such tensor")
+            wanted = f"expected shape {tuple(expected[key].shape)}, found no such tensor"
+            raise CheckpointError(f"{folder}: {key}: {wanted}{anew}")
         if key not in expected:
-            raise CheckpointError(f"{folder}: {key}: expected no such tensor, found shape {tuple(found[key].shape)}")
+            wanted = f"expected no such tensor, found shape {tuple(found[key].shape)}"
+            raise CheckpointError(f"{folder}: {key}: {wanted}{anew}")
         want, have = expected[key], found[key]
         if tuple(want.shape) != tuple(have.shape):
             raise CheckpointError(f"{folder}: {key}: shape: expected {tuple(want.shape)}, found {tuple(have.shape)}")

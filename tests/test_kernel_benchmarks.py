@@ -1,13 +1,17 @@
 """The benchmarks of kernels where no GPU is: what they compute, and how they tell it."""
 
+import argparse
+import importlib.util
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import kernel_times, layer_chain, linear_chain
+from benchmarks import kernel_list, kernel_times, layer_chain, linear_chain
 from benchmarks._models import TARGETS
 from benchmarks.streaming_matmul import table_entry
-from pallas_kernels.linear_chain.config import choose
+from pallas_kernels.linear_chain.config import Config as LinearChainConfig
+from pallas_kernels.linear_chain.config import Cut, choose
 from pallas_kernels.streaming_matmul.config import MEASURED, Config, Shape
 
 
@@ -80,3 +84,51 @@ def test_a_chain_that_no_sizes_fit_is_refused(capsys):
     with pytest.raises(SystemExit):
         linear_chain.main(["--shape", "tiny"])
     assert "no configuration fits" in capsys.readouterr().err
+
+
+def test_sizes_of_a_chain_are_read():
+    found = linear_chain.parse_sizes("96x3,96,80x2,48:7:3:128")
+    config = LinearChainConfig(**found)
+    assert (config.out, config.gate_up, config.down, config.next) == (Cut(96, 3), Cut(96, 1), Cut(80, 2), Cut(48, 1))
+    assert (config.weight_stages, config.x_stages, config.block) == (7, 3, 128)
+    for wrong in ("96,96:7:3:128", "96,96,96,96:7:3", "a,96,96,96:7:3:128", "1x2x3,96,96,96:7:3:128"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected like"):
+            linear_chain.parse_sizes(wrong)
+
+
+PROGRAM = """HloModule jit_run
+
+%fused_add (p: s32[]) -> s32[] {
+  %p = s32[] parameter(0)
+  ROOT %add.1 = s32[] add(%p, %p)
+}
+
+%region_0.5 (carry: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %carry = (s32[], f32[4]{0}) parameter(0)
+  %get-tuple-element.1 = s32[] get-tuple-element(%carry), index=0
+  %loop_add_fusion.1 = s32[] fusion(%get-tuple-element.1), kind=kLoop, calls=%fused_add
+  %mpmd_map.7 = (bf16[4]{0}, f32[2]{0}) custom-call(%carry), metadata={op_name="jit(run)/while/body/tree_conv/mpmd_map"}
+  ROOT %tuple.3 = (s32[], f32[4]{0}) tuple(%loop_add_fusion.1, %mpmd_map.7)
+}
+
+ENTRY %main.9 (a: s32[]) -> s32[] {
+  %a = s32[] parameter(0)
+  %copy.2 = s32[] copy(%a)
+  ROOT %while.4 = (s32[], f32[4]{0}) while(%copy.2), condition=%region_1.6, body=%region_0.5
+}
+"""
+
+
+def test_kernels_of_a_loop_are_read_from_its_program():
+    assert kernel_list.loop_kernels(PROGRAM) == [
+        ("loop_add_fusion.1", "fusion", "s32[]"), ("tree_conv", "custom-call", "(bf16[4]{0}, f32[2]{0})"),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="no loop"):
+        kernel_list.loop_kernels(PROGRAM[: PROGRAM.index("ENTRY")])
+
+
+def test_a_list_of_kernels_says_what_compiler_it_wants(capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        kernel_list.main(["--shape", "tiny"])
+    assert "pip install jax-cuda12-plugin" in capsys.readouterr().err
