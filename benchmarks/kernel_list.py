@@ -4,10 +4,10 @@
   python -m benchmarks.kernel_list --shape qwen3-8b --method ddtree --nodes 64
   python -m benchmarks.kernel_list --shape qwen3.6-27b --part accept+commit --hlo commit.txt
 
-The rounds are those of `decode_step`. What is counted is the body of the loop: what every round launches, in order, with
+The rounds are those of `decode_step`. What is listed is the body of the loop: what every round launches, in order, with
 the shape that each kernel writes. Products are not tuned (that needs the GPU): splits of theirs, and the reductions
-after them, may differ from the real program. The other kernels are the same, and so are fusions, copies and layouts. For
-times see `kernel_times`.
+after them, may differ from the real program. The other kernels are the same, and so are fusions, copies and layouts.
+For times see `kernel_times`.
 """
 
 from __future__ import annotations
