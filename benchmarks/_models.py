@@ -171,10 +171,12 @@ def models(shape: str, kind: str = "dflash", num_layers: int | None = None) -> t
       num_layers: cuts the target to so many layers for a quick look; the drafter keeps its size.
 
     Raises:
-      ValueError: there is no such drafter for this shape.
+      ValueError: there is no such drafter for this shape, or not so many layers.
     """
     target = TARGETS[shape]
     if num_layers is not None:
+        if not 1 <= num_layers <= target.num_layers:
+            raise ValueError(f"{shape} can be cut to 1..{target.num_layers} layers, not to {num_layers}")
         moe = target.moe and dataclasses.replace(target.moe, sparse=target.moe.sparse[:num_layers])
         target = dataclasses.replace(
             target, num_layers=num_layers, sliding_windows=(None,) * num_layers, moe=moe,

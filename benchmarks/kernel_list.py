@@ -108,6 +108,10 @@ def main(arguments: list[str] | None = None) -> list[tuple[str, str, str]]:
     args = parser.parse_args(arguments)
     if importlib.util.find_spec("jax_cuda12_plugin") is None and importlib.util.find_spec("jax_cuda13_plugin") is None:
         parser.error("no compiler for CUDA here: pip install jax-cuda12-plugin nvidia-cuda-nvcc-cu12")
+    if args.context < 1:
+        parser.error(f"--context must be 1 or more, found {args.context}")
+    if args.hlo and not Path(args.hlo).absolute().parent.is_dir():
+        parser.error(f"--hlo: no such folder: {Path(args.hlo).parent}")
     layers.MATMUL = None if args.matmul == "auto" else args.matmul
     try:
         target, drafter = models(args.shape, args.drafter, args.layers)

@@ -34,7 +34,7 @@ from benchmarks import _timing, layer_chain
 from benchmarks._models import TARGETS, normal
 from ddtree_jax.config import TargetConfig
 from pallas_kernels.linear_chain import Turns, api, mosaic_gpu
-from pallas_kernels.linear_chain.config import Chain, Config, Cut, candidates
+from pallas_kernels.linear_chain.config import MAX_ROWS, Chain, Config, Cut, candidates
 from pallas_kernels.mosaic_gpu_layouts import ROWS
 
 _PRODUCTS = ("out", "gate_up", "down", "next")
@@ -81,6 +81,13 @@ def parse_sizes(text: str) -> dict:
     except (ValueError, TypeError):
         message = f"expected like 96x3,96,96x3,48:7:3:128 ({', '.join(_PRODUCTS)}), found {text!r}"
         raise argparse.ArgumentTypeError(message) from None
+
+
+def _rows(text: str) -> list[int]:
+    found = [int(n) for n in text.split(",")]
+    if not all(1 <= n <= MAX_ROWS for n in found):
+        raise argparse.ArgumentTypeError(f"expected rows of 1..{MAX_ROWS}, found {text!r}")
+    return found
 
 
 def measure_us(chain: Chain, sizes: list[Config], operands: dict[str, jax.Array], turns: int = 30) -> list[float]:
@@ -143,12 +150,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=TARGETS, default="qwen3-8b")
     parser.add_argument("--mixer", choices=("attention", "delta"), default="attention")
-    parser.add_argument("--rows", default="1,16,64,128")
+    parser.add_argument("--rows", type=_rows, default="1,16,64,128")
     parser.add_argument("--sweep", type=int, default=1, help="how many of the sizes that fit, the likeliest first")
     parser.add_argument("--sizes", action="append", type=parse_sizes, help="time these too; may be given often")
     parser.add_argument("--trace", action="store_true", help="print when the phases of one launch begin and end")
     args = parser.parse_args(arguments)
-    for rows in (int(r) for r in args.rows.split(",")):
+    for rows in args.rows:
         chain = make_chain(TARGETS[args.shape], args.mixer, rows)
         sizes = candidates(chain)[: args.sweep]
         consumers = -(-rows // ROWS)
@@ -158,6 +165,8 @@ def main(arguments: list[str] | None = None) -> None:
         operands = make_operands(chain)
         floor = sum(_timing.floor_us(s.weight_bytes, s.flop) for s in chain.shapes.values())
         for us, config in sorted(zip(measure_us(chain, sizes, operands), sizes), key=lambda timed: timed[0]):
+            if us == float("inf"):  # said before
+                continue
             print(f"{args.shape} {rows:4d} rows {us:8.1f} us a chain, floor {floor:.1f}, x{us / floor:.2f}  {config}")
         if args.trace:
             print("\n".join(trace(chain, sizes[0], operands)))

@@ -22,11 +22,15 @@ from benchmarks._rounds import Rounds, compile_part, time_part
 from benchmarks._variants import decode_config
 from ddtree_jax.config import DecodeConfig
 from ddtree_jax.decode.loop import DecodeLoop
-from ddtree_jax.decode.plan import make_proposer
+from ddtree_jax.decode.plan import check_config, make_proposer
 from ddtree_jax.decode.width import RoundCosts
 from ddtree_jax.models.decoder import Decoder
 
 _PROHIBITIVE = 1e9
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
 
 
 def main(arguments: list[str] | None = None) -> list[tuple[int, float, float]]:
@@ -35,12 +39,18 @@ def main(arguments: list[str] | None = None) -> list[tuple[int, float, float]]:
     parser.add_argument("--shape", choices=TARGETS, default="smollm2-135m")
     parser.add_argument("--context", type=int, default=1024, help="committed tokens")
     parser.add_argument("--layers", type=int, help="cut the target to so many layers")
-    parser.add_argument("--widths", default=",".join(map(str, DecodeConfig().widths)))
+    parser.add_argument("--widths", type=_numbers, default=list(DecodeConfig().widths), help="rising")
     parser.add_argument("--seconds", type=float, default=0.15, help="about how long one timed loop runs")
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="compilations at a time")
     args = parser.parse_args(arguments)
-    widths = tuple(int(n) for n in args.widths.split(","))
-    target, drafter = models(args.shape, num_layers=args.layers)
+    widths = tuple(args.widths)
+    try:
+        target, drafter = models(args.shape, num_layers=args.layers)
+        check_config(DecodeConfig(method="ddtree", num_nodes="auto", widths=widths), target, drafter)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.context < 1 or args.jobs < 1:
+        parser.error(f"--context and --jobs must be 1 or more, found {args.context} and {args.jobs}")
     decoder = Decoder(target)
 
     def rounds(nodes: int, widths: tuple[int, ...] = (), chosen: int | None = None):

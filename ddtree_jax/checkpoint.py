@@ -64,7 +64,7 @@ class CheckpointWriter:
         `parameter_dtype` gives them."""
         if name in self._groups:
             raise CheckpointError(f"params/{name}: written twice")
-        leaves = _flatten({name: tree})
+        leaves = flatten({name: tree})
         for path, leaf in leaves.items():
             dtype = parameter_dtype(path.split("/")[-1], self._config.dtype)
             if str(leaf.dtype) != dtype:
@@ -232,7 +232,7 @@ def load_params(path: str | Path, abstract_params: Any) -> Any:
     folder = Path(os.path.abspath(path)) / "params"
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: missing")
-    expected = _flatten(abstract_params)
+    expected = flatten(abstract_params)
     try:
         inventory.check_inventory(Path(path))
     except ValueError as error:
@@ -241,7 +241,7 @@ def load_params(path: str | Path, abstract_params: Any) -> Any:
         metadata = ocp.metadata(folder).metadata
         if not isinstance(metadata, Mapping):
             raise ValueError("the list of tensors cannot be read")
-        found = _flatten(metadata)
+        found = flatten(metadata)
     except Exception as error:  # Orbax lets many types through for a damaged file
         raise CheckpointError(f"{folder}: truncated or damaged: {_first_line(error)}") from None
     anew = "; of another version of this package? python -m convert makes it anew"
@@ -306,11 +306,11 @@ def _plain(tree: Any) -> Any:
     return {k: _plain(v) for k, v in tree.items()} if isinstance(tree, Mapping) else tree
 
 
-def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Nested dicts -> {"layers_0/mlp/down_proj/weight": leaf}."""
     if not isinstance(tree, Mapping):
         return {prefix: tree}
-    return {k: v for key, sub in tree.items() for k, v in _flatten(sub, f"{prefix}/{key}" if prefix else key).items()}
+    return {k: v for key, sub in tree.items() for k, v in flatten(sub, f"{prefix}/{key}" if prefix else key).items()}
 
 
 def _what_is(path: Path) -> str:

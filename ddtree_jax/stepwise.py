@@ -61,7 +61,8 @@ def _decode_stream(decoder: IncrementalDecoder, chunks: Iterator[list[int]]) -> 
 
 def _stream(target, drafter, plan: Plan, encoded, temperature, rounds_per_step) -> Iterator[list[int]]:
     params, *args = inputs(target, drafter, plan, encoded, 0, temperature)
-    params = plan.loop.prepare(params)  # once for all calls
+    # Once for all calls, and of a tree of its own: the caller may change his while the text goes on.
+    params = plan.loop.prepare(jax.tree.map(lambda x: x, params))
     request, *_, state = args
     state = device.executable(device.start, plan.loop, params, *args)[0](params, *args)
     steps = jnp.int32(rounds_per_step)
@@ -106,7 +107,8 @@ def trace(
 
 def _trace(target, drafter, plan: Plan, encoded, temperature) -> Iterator[RoundTrace]:
     params, *args = inputs(target, drafter, plan, encoded, 0, temperature)
-    params = plan.loop.prepare(params)  # once for all calls
+    # Once for all calls, and of a tree of its own: the caller may change his while the text goes on.
+    params = plan.loop.prepare(jax.tree.map(lambda x: x, params))
     request, *_, state = args
     state = device.executable(device.start, plan.loop, params, *args)[0](params, *args)
     look = device.executable(device.verify, plan.loop, params, request, state)[0]

@@ -223,3 +223,18 @@ def test_rounds_that_choose_their_width_are_timed_beside_rounds_of_it(capsys):
     table = width_choice.main(arguments)
     assert [n for n, *_ in table] == [2, 4] and all(fixed > 0 and chosen > 0 for _, fixed, chosen in table)
     assert len(capsys.readouterr().out.splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--widths", "64,16"], "widths must rise"),
+        (["--widths", "a"], "invalid"),
+        (["--widths", "4,8", "--context", "0"], "--context and --jobs"),
+        (["--widths", "4,8", "--layers", "3"], "1..2 layers, not to 3"),
+    ],
+)
+def test_widths_that_cannot_be_timed_are_said(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        width_choice.main(["--shape", "tiny", *arguments])
+    assert message in capsys.readouterr().err

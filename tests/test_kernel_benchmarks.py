@@ -132,3 +132,21 @@ def test_a_list_of_kernels_says_what_compiler_it_wants(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         kernel_list.main(["--shape", "tiny"])
     assert "pip install jax-cuda12-plugin" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "run,arguments,message",
+    [
+        (linear_chain.main, ["--rows", "0"], "rows of 1..128"),
+        (linear_chain.main, ["--rows", "a"], "invalid"),
+        (kernel_list.main, ["--shape", "tiny", "--context", "-5"], "--context"),
+        (kernel_list.main, ["--shape", "tiny", "--layers", "9"], "1..2 layers"),
+        (kernel_list.main, ["--shape", "tiny", "--hlo", "/nowhere/x"], "no such folder"),
+    ],
+)
+def test_wrong_arguments_are_said(capsys, monkeypatch, run, arguments, message):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(kernel_list.layers, "MATMUL", None)
+    with pytest.raises(SystemExit):
+        run(arguments)
+    assert message in capsys.readouterr().err

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from orbax.checkpoint import v1 as ocp
 
+from ddtree_jax.checkpoint import flatten
 from ddtree_jax.train.config import FREE, TrainConfig
 from ddtree_jax.train.step import TrainState
 
@@ -124,9 +125,14 @@ def read_state(path: Path, like: TrainState) -> TrainState:
     """Reads what `write_state` wrote, onto the devices of `like`. Raises TrainingError where it is damaged."""
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _tree(like))
     try:
-        tree = ocp.load(path, abstract)
+        wanted, found = set(flatten(abstract)), set(flatten(ocp.metadata(path).metadata))
+        tree = ocp.load(path, abstract) if wanted == found else None
     except Exception as error:  # Orbax lets many types through for a damaged file
         raise TrainingError(f"{path}: truncated or damaged: {str(error).strip().splitlines()[0][:200]}") from None
+    if tree is None:
+        odd = min(wanted ^ found)
+        expected = "expected, and not found" if odd in wanted else "found, and not expected"
+        raise TrainingError(f"{path}: {odd}: {expected}: of another drafter or another version of this package?")
     structure = jax.tree.structure(like.optimizer)
     leaves = [tree["optimizer"][f"{i:04d}"] for i in range(structure.num_leaves)]
     # Copies: arrays from the loader may share memory with it, and a state is donated.

@@ -110,13 +110,16 @@ def init_state(models: Models, target_params: Any, total_steps: int) -> TrainSta
         for i in range(min(models.drafter.num_layers, models.target.num_layers)):
             name = f"layers_{i}"
             theirs = target_params[f"layers_{max(first, 0) + i}"]
-            params[name] = _like(params[name], _target_layer(models.target, theirs))
+            params[name] = _like(params[name], _target_layer(models.target, models.drafter, theirs))
     return TrainState(params, optimizer(config).init(params), jnp.int32(0), jnp.int32(total_steps))
 
 
-def _target_layer(config: TargetConfig, layer: Any) -> Any:
-    """A layer of the target as the drafter has it: without output gates."""
+def _target_layer(config: TargetConfig, drafter: DrafterConfig, layer: Any) -> Any:
+    """A layer of the target as the drafter has it: without output gates, and attention only of the same heads."""
     layer = _plain_norms(config, layer)
+    heads, own = ((c.num_heads, c.num_kv_heads, c.head_dim) for c in (config, drafter))
+    if heads != own:  # one matrix of as many rows may hold others
+        return {name: value for name, value in layer.items() if name != "self_attn"}
     if "self_attn" not in layer:  # a recurrent layer has a feed-forward block to give, and norms
         return layer
     attention = dict(layer["self_attn"])

@@ -71,8 +71,9 @@ def _largest(values: jax.Array, k: int, chunks: int) -> tuple[jax.Array, jax.Arr
 
 
 def clean_log_probs(log_probs: jax.Array) -> jax.Array:
-    """NaN becomes -inf (a selection would rank it first), and values that rounding put above 0 become 0."""
-    return jnp.where(jnp.isnan(log_probs), -jnp.inf, jnp.minimum(log_probs, 0.0))
+    """NaN becomes -inf (a selection would rank it first), values that rounding put above 0 become 0, and -0 becomes 0
+    (some selections rank it below)."""
+    return jnp.where(jnp.isnan(log_probs), -jnp.inf, jnp.where(log_probs >= 0, 0.0, log_probs))
 
 
 def sorted_largest(values: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:

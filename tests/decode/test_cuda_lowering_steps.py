@@ -31,13 +31,16 @@ def lowered(monkeypatch, method, family, drafter=None, **overrides) -> str:
 
 
 def attention_queries(text: str) -> set[tuple[int, int, int]]:
-    """(rows, heads, head_dim) of each tree attention that is a kernel: queries, caches, lengths, rows, layer, words."""
-    return {call[0][1:] for call in kernel_operands(text) if len(call) == 8 and len(call[0]) == len(call[1]) == 4}
+    """(rows, heads, head_dim) of each tree attention that is a kernel: queries, or a projection with keys and values,
+    then caches, lengths, and more."""
+    return {call[0][1:] for call in kernel_operands(text) if len(call) >= 8 and len(call[0]) == len(call[1]) == 4}
 
 
-def expected_queries(method: str) -> set[tuple[int, int, int]]:
+def expected_queries(method: str, heads: int = 10) -> set[tuple[int, int, int]]:
+    """The drafter's steps, and of the target a chunk of the prompt and the tree: projections of 6 queries, 2 keys and 2
+    values."""
     _, steps, nodes = METHODS[method]
-    return {(rows, 4, 128) for rows in steps} | {(CHUNK, 6, 64), (nodes, 6, 64)}
+    return {(rows, 4, 128) for rows in steps} | {(CHUNK, heads, 64), (nodes, heads, 64)}
 
 
 QUICK = (("eagle3", "eagle2"), ("mtp", "static_tree"))
@@ -62,7 +65,7 @@ def test_the_layer_of_a_hybrid_target(monkeypatch):
         monkeypatch, "eagle2", "mtp", hybrid=True, num_layers=2, sliding_windows=(None,) * 2, delta_layers=(0,),
         delta=delta,
     )  # fmt: skip
-    assert attention_queries(text) == expected_queries("eagle2")
+    assert attention_queries(text) == expected_queries("eagle2", heads=6)  # it rotates too little of a head for more
     # Beside them the delta rule of prompt chunk and tree, and the commit of the accepted path,
     # each of which reads the states of two value heads.
     states = [call for call in kernel_operands(text) if any(shape[-3:] == (2, 128, 128) for shape in call)]

@@ -212,3 +212,16 @@ def test_learning_rate_warms_up_and_ends_near_zero():
     assert rates[1] == rates[2] == pytest.approx(config.learning_rate)
     assert rates[3] == pytest.approx(config.learning_rate / 2)
     assert 0 < rates[4] < 1e-3 * config.learning_rate
+
+
+def test_attention_of_other_heads_is_not_taken_from_the_target():
+    """Not even where one matrix of queries, keys and values has as many rows: 4 + 2 * 2 heads, and 6 + 2 * 1."""
+    theirs, shape = TARGET.params, TARGET.config
+    assert (shape.num_heads, shape.num_kv_heads) == (4, 2)
+    found = init_state(Models.of(tiny_config(init="layers", num_heads=6, num_kv_heads=1), shape), theirs, 4).params
+    own, last = found["layers_0"]["self_attn"], theirs["layers_1"]["self_attn"]
+    assert own["qkv_proj"]["weight"].shape == last["qkv_proj"]["weight"].shape
+    assert not np.any(own["qkv_proj"]["weight"] == last["qkv_proj"]["weight"])
+    np.testing.assert_array_equal(
+        found["layers_0"]["input_layernorm"]["weight"], theirs["layers_1"]["input_layernorm"]["weight"]
+    )

@@ -12,7 +12,7 @@ from ddtree_jax.config import DecodeConfig
 from ddtree_jax.loading import Drafter
 from ddtree_jax.train import trainer
 from ddtree_jax.train.answering import request_seed
-from ddtree_jax.train.checkpoints import Checkpoints, TrainingError, read_state
+from ddtree_jax.train.checkpoints import Checkpoints, TrainingError, read_state, write_state
 from ddtree_jax.train.data import Document, pack
 from ddtree_jax.train.prepare import answer_prompts
 from ddtree_jax.train.trainer import train
@@ -114,3 +114,20 @@ def test_an_overfitted_drafter_has_full_blocks_accepted(tmp_path, target):
     for lengths in found.accepted_lengths:
         assert lengths[:-1] == [config.block_size] * (len(lengths) - 1)
     assert late.report.accuracy[-1] > 0.99
+
+
+def test_a_state_of_another_layout_is_named(tmp_path):
+    """Such as one from before queries, keys and values were one matrix."""
+    config = tiny_config(steps=2, checkpoint_every=2)
+    like = trainer.init_state(trainer.Models.of(config, TARGET.config), TARGET.params, 2)
+    params = dict(like.params)
+    layer = dict(params.pop("layers_0"))
+    attention = dict(layer.pop("self_attn"))
+    fused = attention.pop("qkv_proj")["weight"]
+    attention |= {"q_proj": {"weight": fused[:32]}, "kv_proj": {"weight": fused[32:]}}
+    old = like.replace(params=params | {"layers_0": layer | {"self_attn": attention}})
+    write_state(tmp_path / "state", old)
+    with pytest.raises(
+        TrainingError, match=r"state: params/layers_0/self_attn/kv_proj/weight: found, and not expected"
+    ):
+        read_state(tmp_path / "state", like)

@@ -250,6 +250,17 @@ def test_steps_are_as_few_as_comparisons_allow():
             assert len(step.widths) == 1 or step.prefix.size**2 <= frontier.STEP_COMPARISONS
 
 
+@pytest.mark.parametrize("depths,vocab,nodes", [(7, 20, 64), (15, 40, 33)])
+def test_certain_tokens_of_either_zero_keep_parents_first(depths, vocab, nodes):
+    """Some selections rank -0 below 0, though a probability of one is both."""
+    rng = np.random.default_rng(nodes)
+    log_probs = rng.choice(np.array([-0.0, 0.0, -1.0], np.float32), (2, depths, vocab), p=[0.1, 0.1, 0.8])
+    tree, plain = (jax.jit(build_tree, static_argnums=1)(jnp.asarray(x), nodes) for x in (log_probs, log_probs + 0.0))
+    jax.tree.map(np.testing.assert_array_equal, tree, plain)
+    depth = np.asarray(tree.depth)
+    assert np.all(np.take_along_axis(depth, np.asarray(tree.parent), axis=1)[:, 1:] == depth[:, 1:] - 1)
+
+
 def test_one_compilation_serves_every_batch_of_a_shape():
     traces = []
 
