@@ -25,15 +25,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from benchmarks._models import DRAFTER_KINDS, TARGETS, models
-from benchmarks._rounds import Rounds, loop_of
-from benchmarks._variants import decode_config
-from ddtree_jax.config import METHODS
-from ddtree_jax.decode.loop import DecodeLoop
-from ddtree_jax.decode.plan import make_proposer
-from ddtree_jax.models import layers
+from benchmarks._parts import add_part_arguments, chosen_part
+from benchmarks._rounds import loop_of
 from ddtree_jax.models.abstract import abstract_params
-from ddtree_jax.models.decoder import Decoder
 from pallas_kernels import choice
 
 _MULTIPROCESSORS = 132
@@ -96,37 +90,15 @@ def compile_for_hopper(run, *args: Any) -> str:
 
 def main(arguments: list[str] | None = None) -> list[tuple[str, str, str]]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=TARGETS, default="qwen3-8b")
-    parser.add_argument("--context", type=int, default=1024, help="committed tokens")
-    parser.add_argument("--method", choices=METHODS, default="ddtree")
-    parser.add_argument("--drafter", choices=DRAFTER_KINDS, default="dflash")
-    parser.add_argument("--nodes", type=int, default=64, help="width of a tree, root included")
-    parser.add_argument("--part", default="round", help="round, draft, build, verify or accept+commit")
-    parser.add_argument("--layers", type=int, help="cut the target to so many layers")
-    parser.add_argument("--matmul", choices=("xla", "mosaic_gpu", "chain", "auto"), default="auto")
-    parser.add_argument("--hlo", help="write the optimised program to this file")
+    add_part_arguments(parser)
     args = parser.parse_args(arguments)
     if importlib.util.find_spec("jax_cuda12_plugin") is None and importlib.util.find_spec("jax_cuda13_plugin") is None:
         parser.error("no compiler for CUDA here: pip install jax-cuda12-plugin nvidia-cuda-nvcc-cu12")
-    if args.context < 1:
-        parser.error(f"--context must be 1 or more, found {args.context}")
-    if args.hlo and not Path(args.hlo).absolute().parent.is_dir():
-        parser.error(f"--hlo: no such folder: {Path(args.hlo).parent}")
-    layers.MATMUL = None if args.matmul == "auto" else args.matmul
-    try:
-        target, drafter = models(args.shape, args.drafter, args.layers)
-        decoder = Decoder(target)
-        proposer = make_proposer(decode_config(args.method, args.nodes, drafter), decoder, drafter)
-    except ValueError as error:
-        parser.error(str(error))
-    rounds = Rounds(DecodeLoop(decoder, proposer, sample=False, chunk=1), args.context)
-    found = {part.name: part for part in rounds.parts()}
-    if args.part not in found:
-        parser.error(f"--part must be one of {', '.join(found)} for {args.method}, got {args.part}")
+    target, drafter, part, title = chosen_part(parser, args)
     params = {"target": abstract_params(target), "drafter": abstract_params(drafter)}
-    fixed, carry = jax.eval_shape(found[args.part].make)
+    fixed, carry = jax.eval_shape(part.make)
     turns = jax.ShapeDtypeStruct((), jnp.int32)
-    program = compile_for_hopper(loop_of(found[args.part]), params, fixed, carry, turns)
+    program = compile_for_hopper(loop_of(part), params, fixed, carry, turns)
     if args.hlo:
         Path(args.hlo).write_text(program, encoding="utf-8")
     kernels = loop_kernels(program)

@@ -20,14 +20,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks._models import DRAFTER_KINDS, TARGETS, models, random_params
-from benchmarks._rounds import Rounds, compile_part
-from benchmarks._variants import decode_config
-from ddtree_jax.config import METHODS
-from ddtree_jax.decode.loop import DecodeLoop
-from ddtree_jax.decode.plan import make_proposer
-from ddtree_jax.models import layers
-from ddtree_jax.models.decoder import Decoder
+from benchmarks._models import random_params
+from benchmarks._parts import add_part_arguments, chosen_part
+from benchmarks._rounds import compile_part
 
 
 def kernel_events(folder: str) -> list[tuple[str, int, int]]:
@@ -79,35 +74,17 @@ def profile(run, params: Any, part, turns: int) -> list[tuple[str, int, int]]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=TARGETS, default="qwen3-8b")
-    parser.add_argument("--context", type=int, default=1024, help="committed tokens")
-    parser.add_argument("--method", choices=METHODS, default="ddtree")
-    parser.add_argument("--drafter", choices=DRAFTER_KINDS, default="dflash")
-    parser.add_argument("--nodes", type=int, default=64, help="width of a tree, root included")
-    parser.add_argument("--part", default="round", help="round, draft, build, verify or accept+commit")
-    parser.add_argument("--layers", type=int, help="cut the target to so many layers")
-    parser.add_argument("--matmul", choices=("xla", "mosaic_gpu", "chain", "auto"), default="auto")
+    add_part_arguments(parser)
     parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--hlo", help="write the optimised program to this file")
     args = parser.parse_args(arguments)
-    layers.MATMUL = None if args.matmul == "auto" else args.matmul
-    try:
-        target, drafter = models(args.shape, args.drafter, args.layers)
-        decoder = Decoder(target)
-        proposer = make_proposer(decode_config(args.method, args.nodes, drafter), decoder, drafter)
-    except ValueError as error:
-        parser.error(str(error))
-    rounds = Rounds(DecodeLoop(decoder, proposer, sample=False, chunk=1), args.context)
-    found = {part.name: part for part in rounds.parts()}
-    if args.part not in found:
-        parser.error(f"--part must be one of {', '.join(found)} for {args.method}, got {args.part}")
+    target, drafter, part, title = chosen_part(parser, args)
     params = jax.block_until_ready({"target": random_params(target), "drafter": random_params(drafter)})
-    run = compile_part(found[args.part], params)
+    run = compile_part(part, params)
     if args.hlo:
         with open(args.hlo, "w", encoding="utf-8") as file:
             file.write(run.as_text())
-    print(f"# {args.shape}, {args.method}, N = {args.nodes}, context {args.context}, {args.part}; of one turn")
-    print("\n".join(table(profile(run, params, found[args.part], args.turns), args.turns)))
+    print(f"{title}; of one turn")
+    print("\n".join(table(profile(run, params, part, args.turns), args.turns)))
 
 
 if __name__ == "__main__":

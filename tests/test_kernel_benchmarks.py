@@ -10,6 +10,7 @@ import pytest
 from benchmarks import kernel_list, kernel_times, layer_chain, linear_chain
 from benchmarks._models import TARGETS
 from benchmarks.streaming_matmul import table_entry
+from ddtree_jax.models import layers
 from pallas_kernels.linear_chain.config import Config as LinearChainConfig
 from pallas_kernels.linear_chain.config import Cut, choose
 from pallas_kernels.streaming_matmul.config import MEASURED, Config, Shape
@@ -140,13 +141,14 @@ def test_a_list_of_kernels_says_what_compiler_it_wants(capsys, monkeypatch):
         (linear_chain.main, ["--rows", "0"], "rows of 1..128"),
         (linear_chain.main, ["--rows", "a"], "invalid"),
         (kernel_list.main, ["--shape", "tiny", "--context", "-5"], "--context"),
+        (kernel_times.main, ["--shape", "tiny", "--part", "drafts"], "--part must be one of round, draft"),
         (kernel_list.main, ["--shape", "tiny", "--layers", "9"], "1..2 layers"),
         (kernel_list.main, ["--shape", "tiny", "--hlo", "/nowhere/x"], "no such folder"),
     ],
 )
 def test_wrong_arguments_are_said(capsys, monkeypatch, run, arguments, message):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(kernel_list.layers, "MATMUL", None)
+    monkeypatch.setattr(layers, "MATMUL", None)  # restored: the benchmark sets it
     with pytest.raises(SystemExit):
         run(arguments)
     assert message in capsys.readouterr().err
