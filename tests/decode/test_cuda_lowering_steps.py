@@ -43,7 +43,7 @@ def expected_queries(method: str, heads: int = 10) -> set[tuple[int, int, int]]:
     return {(rows, 4, 128) for rows in steps} | {(CHUNK, heads, 64), (nodes, heads, 64)}
 
 
-QUICK = (("eagle3", "eagle2"), ("mtp", "static_tree"))
+QUICK = (("eagle3", "eagle2"),)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from ddtree_jax.prepare import inputs
 from ddtree_jax.tree import static_bits
 
 
-@pytest.mark.parametrize("family", ["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["eagle3", "mtp"])
 def test_drafter_cache_equals_a_full_recompute(family):
     """Prefill in chunks of 4 and rounds of several accepted tokens; prompts of one token, of a chunk, and longer."""
     target = testing.tiny_target(num_layers=2, sliding_windows=(None,) * 2, vocab_size=4, stop_token_ids=())

@@ -32,12 +32,16 @@ class TestInterpreted(MixerSuite):
         Case(nodes=1, slots=2),
         Case(nodes=1, heads=(2, 2)),
         Case(nodes=16, heads=(1, 1)),
-        Case(nodes=72, heads=(1, 1)),
     )
 
     def mix(self, case, operands):
         options = dict(heads=case.heads, eps=EPS, layer=LAYER, interpret=PARAMS)
         return interpreted(from_kernels, *operands, **options)
+
+
+@pytest.mark.slow
+class TestInterpretedOverTiles(TestInterpreted):
+    cases = (Case(nodes=72, heads=(1, 1)),)
 
 
 _kernels = jax.jit(
@@ -98,7 +102,7 @@ def lowered(nodes: int, heads: tuple[int, int]) -> str:
     return jax.jit(mix).trace(*operands, weights).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("heads", [(16, 48), (16, 32)])
+@pytest.mark.parametrize("heads", [(16, 48), pytest.param((16, 32), marks=pytest.mark.slow)])
 def test_a_token_is_one_kernel_and_a_tree_two_for_all_layers(heads):
     assert lowered(1, heads).count("custom_call @mosaic_gpu") == 1
     assert lowered(64, heads).count("custom_call @mosaic_gpu") == 2
