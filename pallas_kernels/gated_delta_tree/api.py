@@ -62,7 +62,7 @@ def gated_delta_tree(
       NotImplementedError: the implementation asked for cannot do this call; the message names what.
     """
     choice.check(implementation)
-    _check_tree(q, k, v, log_decay, beta, states, ancestors, layer)
+    check_tree(q, k, v, log_decay, beta, states, ancestors, layer)
     arguments = (q, k, v, log_decay, beta, states, ancestors)
     if choice.choose(implementation, mosaic_gpu.tree_unsupported(q, v, log_decay.shape[1])) == "xla":
         arguments = (*(x[:, : log_decay.shape[1]] for x in (q, k, v)), *arguments[3:])
@@ -120,7 +120,7 @@ def gated_delta_fold(
     return reference.fold(k, v, log_decay, beta, states, count)
 
 
-def _check_tree(q, k, v, log_decay, beta, states, ancestors, layer):
+def check_tree(q, k, v, log_decay, beta, states, ancestors, layer):
     """Raises ValueError where the arguments of `gated_delta_tree` contradict each other."""
     if q.ndim != 4:
         raise ValueError(f"q must be [B, N, Hk, Dk], got shape {q.shape}")

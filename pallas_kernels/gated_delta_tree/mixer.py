@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels import choice
 from pallas_kernels.fused_norm.reference import rms_norm
 from pallas_kernels.gated_delta_tree import conv, mosaic_gpu, mosaic_gpu_step, mosaic_gpu_tree
-from pallas_kernels.gated_delta_tree.api import gated_delta_tree
+from pallas_kernels.gated_delta_tree.api import check_tree, gated_delta_tree
 
 
 class MixerWeights(NamedTuple):
@@ -66,16 +66,15 @@ def gated_delta_mixer(
     """
     choice.check(implementation)
     dims = states.shape[3:]
-    _check(projected, weights, heads, dims)
+    _check(projected, window, states, rows, ancestors, weights, heads, layer)
     obstacle = _unsupported(projected, rows, heads, dims)
     if choice.choose(implementation, obstacle) == "mosaic_gpu":
-        conv.check(projected, window, rows, weights.conv, heads, dims, layer)
         return from_kernels(projected, window, states, rows, ancestors, weights, heads=heads, eps=eps, layer=layer)
     parts = dict(layer=layer, implementation=implementation)
     first, last = _output_gates(weights)
     q, k, v = conv.tree_conv(projected, window, rows, weights.conv, heads=heads, dims=dims, **parts)
     log_decay, beta = gates(projected[..., weights.conv.shape[0] : first], weights.decay_rate_log, weights.decay_bias)
-    dtype = v.dtype if v.dtype == jnp.bfloat16 else jnp.float32
+    dtype = _recurrence_dtype(v.dtype)
     out = gated_delta_tree(q.astype(dtype), k.astype(dtype), v, log_decay, beta, states, ancestors, **parts)
     return gated_norm(out, projected[..., first:last], weights.norm, eps)
 
@@ -92,14 +91,13 @@ def gates(strength_decay: jax.Array, rate_log: jax.Array, bias: jax.Array) -> tu
 
     Args:
       strength_decay: [..., 2 Hv], both projections, write strengths first.
-      rate_log, bias: [Hv], or [..., Hv] of the same rank, float32.
+      rate_log, bias: [Hv], or [..., Hv] that broadcast to the result, float32.
 
     Returns:
       (log_decay, beta), [..., Hv] float32 each.
     """
     strength, decay = jnp.split(strength_decay.astype(jnp.float32), 2, axis=-1)
-    if rate_log.ndim == 1:
-        rate_log, bias = (jnp.broadcast_to(x, decay.shape) for x in (rate_log, bias))
+    rate_log, bias = (jnp.broadcast_to(x, decay.shape) for x in (rate_log, bias))
     return -jnp.exp(rate_log) * jax.nn.softplus(decay + bias), jax.nn.sigmoid(strength)
 
 
@@ -147,8 +145,11 @@ def _tree(q, k, v, own_gates, states, ancestors, layer, projected, weights: Mixe
     return out[:, :nodes].reshape(slots, nodes, last - first)
 
 
-def _check(projected: jax.Array, weights: MixerWeights, heads: tuple[int, int], dims: tuple[int, int]) -> None:
-    """Raises ValueError where the arguments contradict each other in what the parts do not check."""
+def _check(projected, window, states, rows, ancestors, weights: MixerWeights, heads: tuple[int, int], layer) -> None:
+    """Raises ValueError where the arguments contradict each other."""
+    if states.ndim != 5:
+        raise ValueError(f"states must be [M, B, Hv, Dk, Dv], got shape {states.shape}")
+    dims = states.shape[3:]
     channels, values = 2 * heads[0] * dims[0] + heads[1] * dims[1], heads[1] * dims[1]
     columns = channels + 2 * heads[1] + values
     if projected.ndim != 3 or projected.shape[2] < columns:
@@ -163,12 +164,28 @@ def _check(projected: jax.Array, weights: MixerWeights, heads: tuple[int, int], 
         if array.shape != shape or array.dtype != dtype:
             wanted = f"{shape} of {jnp.dtype(dtype).name}"
             raise ValueError(f"{name} must be {wanted} to fit heads and projected, got {array.shape} of {array.dtype}")
+    conv.check(projected, window, rows, weights.conv, heads, dims, layer)
+    q, v = _heads(projected, heads, dims)
+    gate = jax.ShapeDtypeStruct((*projected.shape[:2], heads[1]), jnp.float32)
+    check_tree(q, q, v, gate, gate, states, ancestors, layer)
+
+
+def _heads(projected, heads, dims) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Shapes of the queries, or keys, and of the values that a projection holds, as the recurrence takes them."""
+    dtype = _recurrence_dtype(projected.dtype)
+    return tuple(jax.ShapeDtypeStruct((*projected.shape[:2], h, d), dtype) for h, d in zip(heads, dims))
+
+
+def _recurrence_dtype(dtype) -> jnp.dtype:
+    """Of queries and keys, for values of `dtype`."""
+    return dtype if dtype == jnp.bfloat16 else jnp.dtype(jnp.float32)
 
 
 def _unsupported(projected, rows, heads, dims) -> str | None:
     """Why the kernels cannot do a call, or None."""
-    batch, nodes = projected.shape[:2]
+    nodes = projected.shape[1]
     if nodes > 1 and heads[1] % 8:
         return f"{heads[1]} value heads (multiples of 8 only, but for one token)"
-    q, v = (jax.ShapeDtypeStruct((batch, nodes, h, d), projected.dtype) for h, d in zip(heads, dims))
-    return conv.unsupported(projected, rows, dims) or mosaic_gpu.tree_unsupported(q, v, nodes)
+    return conv.unsupported(projected, rows, dims) or mosaic_gpu.tree_unsupported(
+        *_heads(projected, heads, dims), nodes
+    )

@@ -58,15 +58,26 @@ def tree_attention(
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:  # [B, N, H, D]
     """See `pallas_kernels.tree_attention`; the arguments are taken as checked and supported (`unsupported`)."""
-    first_slot = None
-    if layer is not None:  # slots of all layers in one line, of which this layer's begin somewhere
-        first_slot = jnp.array([layer * k_cache.shape[1]], jnp.int32)
-        k_cache, v_cache = (x.reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache))
+    k_cache, v_cache, first_slot = slots_of_layers(k_cache, v_cache, layer)
     return _tree_attention(
         q, k_cache, v_cache, lengths, k_tree, v_tree, ancestors, scale=scale, sliding_window=sliding_window,
         softcap=softcap, positions=positions, page_table=page_table, first_slot=first_slot, config=config,
         interpret=interpret,
     )  # fmt: skip
+
+
+def slots_of_layers(k_cache: jax.Array, v_cache: jax.Array, layer: int | None):
+    """Slots of all layers in one line, and where this layer's begin: keys, values, [1] int32; None without layers."""
+    if layer is None:
+        return k_cache, v_cache, None
+    first_slot = jnp.array([layer * k_cache.shape[1]], jnp.int32)
+    return *(x.reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache)), first_slot
+
+
+def with_spare_nodes(spare: int, ancestors: jax.Array, positions: jax.Array | None):
+    """Ancestors [B, N, W] and positions [B, N] with so many nodes more that nobody sees."""
+    ancestors = jnp.pad(ancestors, ((0, 0), (0, spare), (0, 0)))
+    return ancestors, positions if positions is None else jnp.pad(positions, ((0, 0), (0, spare)), mode="edge")
 
 
 # Jitted, and the layer a run-time value, so that the layers of a model share one trace and one lowering of each kernel
@@ -80,8 +91,7 @@ def _tree_attention(
     if spare := copied_rows(live_nodes) - live_nodes:
         q = jnp.pad(q, ((0, 0), (0, spare), (0, 0), (0, 0)))
         k_tree, v_tree = (jnp.pad(x, ((0, 0), (0, 0), (0, spare), (0, 0))) for x in (k_tree, v_tree))
-        ancestors = jnp.pad(ancestors, ((0, 0), (0, spare), (0, 0)))
-        positions = positions if positions is None else jnp.pad(positions, ((0, 0), (0, spare)), mode="edge")
+        ancestors, positions = with_spare_nodes(spare, ancestors, positions)
     slots, nodes, heads, head_dim = q.shape
     static = Static(
         plan=packing.plan_rows(nodes, heads // k_cache.shape[1]),
@@ -128,9 +138,8 @@ def mask_operands(
 
 def launch(static: Static, out_shape: tuple[int, ...], operands: dict[str, jax.Array], interpret) -> list[jax.Array]:
     """Both kernels: the output [B, N, H, D] and, of a raw projection, the finished keys [B, K, N, D]."""
-    *found, last = _call(static, out_shape, tuple(operands), interpret)(*operands.values())
-    keys = [last] if static.heads is not None else []
-    found += [] if keys else [last]
+    found = list(_call(static, out_shape, tuple(operands), interpret)(*operands.values()))
+    keys = [] if static.heads is None else [found.pop()]
     out = call_merge(static, out_shape, interpret)(*found) if static.config.splits > 1 else found[0]
     return [out, *keys]
 

@@ -35,10 +35,7 @@ def projected_tree_attention(
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> tuple[jax.Array, jax.Array]:  # [B, N, H, D], [B, K, N, D]
     """The attention's output and the finished keys; the arguments are taken as checked and `supported`."""
-    first_slot = None
-    if layer is not None:
-        first_slot = jnp.array([layer * k_cache.shape[1]], jnp.int32)
-        k_cache, v_cache = (x.reshape(-1, *x.shape[2:]) for x in (k_cache, v_cache))
+    k_cache, v_cache, first_slot = mosaic_gpu.slots_of_layers(k_cache, v_cache, layer)
     return _projected_tree_attention(
         projected, q_weight, k_weight, cos, sin, k_cache, v_cache, lengths, ancestors, heads=heads, scale=scale,
         sliding_window=sliding_window, positions=positions, first_slot=first_slot, config=config, interpret=interpret,
@@ -54,8 +51,8 @@ def _projected_tree_attention(
     live_nodes, head_dim = cos.shape[1], heads.head_dim
     nodes = copied_rows(live_nodes)
     if spare := nodes - live_nodes:
-        cos, sin, ancestors = (jnp.pad(x, ((0, 0), (0, spare), (0, 0))) for x in (cos, sin, ancestors))
-        positions = positions if positions is None else jnp.pad(positions, ((0, 0), (0, spare)), mode="edge")
+        cos, sin = (jnp.pad(x, ((0, 0), (0, spare), (0, 0))) for x in (cos, sin))
+        ancestors, positions = mosaic_gpu.with_spare_nodes(spare, ancestors, positions)
         if projected.shape[1] < nodes:
             projected = jnp.pad(projected, ((0, 0), (0, nodes - projected.shape[1]), (0, 0)))
     slots = projected.shape[0]

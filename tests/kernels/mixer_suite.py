@@ -50,15 +50,7 @@ class Case:
 def make_operands(case: Case) -> tuple:
     """projected, window, states, rows, ancestors, weights."""
     rng = np.random.default_rng(zlib.crc32(case.name.encode()))
-    rows = np.zeros((case.slots, case.nodes, TAPS), np.int32)
-    sees = np.tile(np.eye(case.nodes, dtype=bool), (case.slots, 1, 1))
-    for slot in range(case.slots):
-        for node in range(case.nodes):
-            parent = node - 1 if case.mask == "chain" else int(rng.integers(0, max(node, 1)))
-            above = rows[slot, parent] if node else np.array([0, 0, 1, 2])  # above the root the window, newest first
-            rows[slot, node] = [*above[1:], TAPS - 1 + node]
-            if node:
-                sees[slot, node] |= sees[slot, parent]
+    rows, sees = tree_conv_suite.draw_paths(rng, case)
     projected = rng.standard_normal((case.slots, case.nodes, case.columns))
     projected[..., case.channels + case.heads[1] : case.channels + 2 * case.heads[1]] *= 4  # decays of all sizes
     window = np.full((LAYERS, case.slots, TAPS - 1, case.channels), np.nan)

@@ -115,6 +115,9 @@ def test_every_width_lowers(nodes):
 
 
 WRONG = [
+    (dict(ancestors=jnp.ones((1, 1, 1), jnp.int32)), "ancestors must be"),
+    (dict(states=jnp.ones((3, 1, 2, 128, 128), jnp.bfloat16)), "states must be"),
+    (dict(layer=3), "layer must be"),
     (dict(heads=(1, 3)), "projected must be"),
     (dict(rate=jnp.zeros((3,), jnp.float32)), "decay_rate_log must be"),
     (dict(norm=jnp.ones((128,), jnp.float32)), "norm must be"),
@@ -124,8 +127,9 @@ WRONG = [
 
 @pytest.mark.parametrize("wrong,message", WRONG)
 def test_arguments_that_do_not_fit_are_named(wrong, message):
-    *operands, weights = make_operands(Case(nodes=1))
+    projected, window, states, rows, ancestors, weights = make_operands(Case(nodes=1))
     wrong = dict(wrong)
+    operands = projected, window, wrong.pop("states", states), rows, wrong.pop("ancestors", ancestors)
     weights = weights._replace(
         decay_rate_log=wrong.pop("rate", weights.decay_rate_log), norm=wrong.pop("norm", weights.norm)
     )

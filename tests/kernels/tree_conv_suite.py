@@ -34,19 +34,28 @@ class Case:
         return (2 * self.heads[0] + self.heads[1]) * self.dim
 
 
-def make_operands(case: Case) -> tuple[jax.Array, ...]:
-    """projected, window (NaN in layers not read), rows, weight."""
-    rng = np.random.default_rng(zlib.crc32(case.name.encode()))
-    projected = rng.standard_normal((case.slots, case.nodes, case.channels + case.spare))
-    window = np.full((LAYERS, case.slots, TAPS - 1, case.channels), np.nan)
-    window[LAYER] = rng.standard_normal(window.shape[1:])
+def draw_paths(rng: np.random.Generator, case) -> tuple[np.ndarray, np.ndarray]:
+    """Of a tree or chain in each slot: what a node's taps read, [B, N, W] int32, and whom it sees, [B, N, N] bool."""
     rows = np.zeros((case.slots, case.nodes, TAPS), np.int32)
+    sees = np.tile(np.eye(case.nodes, dtype=bool), (case.slots, 1, 1))
     for slot in range(case.slots):
         for node in range(case.nodes):
             parent = node - 1 if case.mask == "chain" else int(rng.integers(0, max(node, 1)))
             # Above the root come the window's rows, the newest first.
             above = rows[slot, parent] if node else np.array([0, 0, 1, 2])
             rows[slot, node] = [*above[1:], TAPS - 1 + node]
+            if node:
+                sees[slot, node] |= sees[slot, parent]
+    return rows, sees
+
+
+def make_operands(case: Case) -> tuple[jax.Array, ...]:
+    """projected, window (NaN in layers not read), rows, weight."""
+    rng = np.random.default_rng(zlib.crc32(case.name.encode()))
+    projected = rng.standard_normal((case.slots, case.nodes, case.channels + case.spare))
+    window = np.full((LAYERS, case.slots, TAPS - 1, case.channels), np.nan)
+    window[LAYER] = rng.standard_normal(window.shape[1:])
+    rows, _ = draw_paths(rng, case)
     weight = rng.standard_normal((case.channels, TAPS)) * 0.5
     bf16 = (jnp.asarray(x, jnp.bfloat16) for x in (projected, window, weight))
     projected, window, weight = bf16
