@@ -1,4 +1,4 @@
-"""What benchmarks of one part of one round have in common: their arguments, and the part that these name."""
+"""What benchmarks have in common: their arguments, and the part of a round that these name."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from ddtree_jax.decode.loop import DecodeLoop
 from ddtree_jax.decode.plan import make_proposer
 from ddtree_jax.models import layers
 from ddtree_jax.models.decoder import Decoder
+
+
+def numbers(text: str) -> list[int]:
+    """The value of an argument such as "16,64"."""
+    return [int(n) for n in text.split(",")]
 
 
 def add_part_arguments(parser: argparse.ArgumentParser) -> None:

@@ -32,6 +32,7 @@ import jax
 from benchmarks import _timing
 from benchmarks._floor import Work, round_work
 from benchmarks._models import DRAFTER_KINDS, TARGETS, models, random_params
+from benchmarks._parts import numbers
 from benchmarks._rounds import Rounds, compile_part, time_part
 from benchmarks._variants import decode_config, variants
 from ddtree_jax.config import METHODS, possible_methods
@@ -125,9 +126,6 @@ def row(record: dict) -> str:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    def numbers(text: str) -> list[int]:
-        return [int(n) for n in text.split(",")]
-
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=TARGETS, default="qwen3-8b")
     parser.add_argument("--contexts", type=numbers, default=[1024, 8192, 32768], help="committed tokens")

@@ -74,7 +74,7 @@ def loop_kernels(program: str) -> list[tuple[str, str, str]]:
 
 
 def compile_for_hopper(run, *args: Any) -> str:
-    """The optimised program of a function of abstract arrays, one of them donated last but one."""
+    """The optimised program of a jitted function of abstract arrays."""
     topology = topologies.get_topology_desc("", "cuda", target_config=_TARGET, topology="1x1x1")
     sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
@@ -83,8 +83,7 @@ def compile_for_hopper(run, *args: Any) -> str:
         folder = str(next(iter(nvcc.submodule_search_locations)))
         options["xla_gpu_cuda_data_dir"] = folder
         os.environ["PATH"] = f"{Path(folder) / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    hopper = mock.patch.multiple(choice, on_hopper=lambda: True, multiprocessors=lambda: _MULTIPROCESSORS)
-    with hopper:
+    with mock.patch.multiple(choice, on_hopper=lambda: True, multiprocessors=lambda: _MULTIPROCESSORS):
         return run.lower(*placed).compile(compiler_options=options).as_text()
 
 
@@ -102,9 +101,7 @@ def main(arguments: list[str] | None = None) -> list[tuple[str, str, str]]:
     if args.hlo:
         Path(args.hlo).write_text(program, encoding="utf-8")
     kernels = loop_kernels(program)
-    print(
-        f"# {args.shape}, {args.method}, N = {args.nodes}, context {args.context}, {args.part}: {len(kernels)} kernels"
-    )
+    print(f"{title}: {len(kernels)} kernels")
     for name, kind, shape in kernels:
         print(f"{name:<44} {kind:<12} {shape[:90]}")
     counts = collections.Counter(re.sub(r"[._]\d+$", "", name) for name, _, _ in kernels)

@@ -32,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks import _timing, layer_chain
 from benchmarks._models import TARGETS, normal
+from benchmarks._parts import numbers
 from ddtree_jax.config import TargetConfig
 from pallas_kernels.linear_chain import Turns, api, mosaic_gpu
 from pallas_kernels.linear_chain.config import MAX_ROWS, Chain, Config, Cut, candidates
@@ -75,8 +76,8 @@ def parse_sizes(text: str) -> dict:
     """The fields of a `Config` but for its consumers, from "96x3,96,96x3,48:7:3:128"."""
     try:
         cuts, weight_stages, x_stages, block = text.split(":")
-        numbers = [[int(n) for n in cut.split("x")] for cut in cuts.split(",")]
-        found = {name: Cut(*cut, *[1] * (2 - len(cut))) for name, cut in zip(_PRODUCTS, numbers, strict=True)}
+        sizes = [[int(n) for n in cut.split("x")] for cut in cuts.split(",")]
+        found = {name: Cut(*cut, *[1] * (2 - len(cut))) for name, cut in zip(_PRODUCTS, sizes, strict=True)}
         return found | dict(weight_stages=int(weight_stages), x_stages=int(x_stages), block=int(block))
     except (ValueError, TypeError):
         message = f"expected like 96x3,96,96x3,48:7:3:128 ({', '.join(_PRODUCTS)}), found {text!r}"
@@ -84,7 +85,7 @@ def parse_sizes(text: str) -> dict:
 
 
 def _rows(text: str) -> list[int]:
-    found = [int(n) for n in text.split(",")]
+    found = numbers(text)
     if not all(1 <= n <= MAX_ROWS for n in found):
         raise argparse.ArgumentTypeError(f"expected rows of 1..{MAX_ROWS}, found {text!r}")
     return found

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks._models import TARGETS, models, random_params
+from benchmarks._parts import numbers
 from benchmarks._rounds import Rounds, compile_part, time_part
 from benchmarks._variants import decode_config
 from ddtree_jax.config import DecodeConfig
@@ -29,17 +30,13 @@ from ddtree_jax.models.decoder import Decoder
 _PROHIBITIVE = 1e9
 
 
-def _numbers(text: str) -> list[int]:
-    return [int(n) for n in text.split(",")]
-
-
 def main(arguments: list[str] | None = None) -> list[tuple[int, float, float]]:
     """Prints and returns (width, ms at the fixed width, ms where it is chosen)."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=TARGETS, default="smollm2-135m")
     parser.add_argument("--context", type=int, default=1024, help="committed tokens")
     parser.add_argument("--layers", type=int, help="cut the target to so many layers")
-    parser.add_argument("--widths", type=_numbers, default=list(DecodeConfig().widths), help="rising")
+    parser.add_argument("--widths", type=numbers, default=list(DecodeConfig().widths), help="rising")
     parser.add_argument("--seconds", type=float, default=0.15, help="about how long one timed loop runs")
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="compilations at a time")
     args = parser.parse_args(arguments)
