@@ -67,6 +67,7 @@ def round_costs(plan: Plan, params: Any) -> RoundCosts:
 def measure(plan: Plan, params: Any) -> RoundCosts:
     """Times rounds of each width at a short and at a long context of the plan's cache; see `round_costs`."""
     loop, path, widths = plan.loop, plan.loop.proposer.max_path, range(len(plan.loop.widths))
+    params = loop.prepare(params)  # as a stream has them, so that it finds the same program compiled
     rounds = max(1, min(_MOST_ROUNDS, plan.cache_rows // path))
     longest = plan.cache_rows - rounds * path
     contexts = sorted({longest // 8, longest})

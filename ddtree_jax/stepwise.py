@@ -59,12 +59,17 @@ def _decode_stream(decoder: IncrementalDecoder, chunks: Iterator[list[int]]) -> 
         yield text
 
 
-def _stream(target, drafter, plan: Plan, encoded, temperature, rounds_per_step) -> Iterator[list[int]]:
+def _start(target, drafter, plan: Plan, encoded, temperature):
+    """Parameters, request, and the state after the prompt."""
     params, *args = inputs(target, drafter, plan, encoded, 0, temperature)
     # Once for all calls, and of a tree of its own: the caller may change his while the text goes on.
     params = plan.loop.prepare(jax.tree.map(lambda x: x, params))
-    request, *_, state = args
-    state = device.executable(device.start, plan.loop, params, *args)[0](params, *args)
+    request, *_ = args
+    return params, request, device.executable(device.start, plan.loop, params, *args)[0](params, *args)
+
+
+def _stream(target, drafter, plan: Plan, encoded, temperature, rounds_per_step) -> Iterator[list[int]]:
+    params, request, state = _start(target, drafter, plan, encoded, temperature)
     steps = jnp.int32(rounds_per_step)
     step = device.executable(device.advance, plan.loop, params, request, state, steps)[0]
     sent = 0
@@ -106,11 +111,7 @@ def trace(
 
 
 def _trace(target, drafter, plan: Plan, encoded, temperature) -> Iterator[RoundTrace]:
-    params, *args = inputs(target, drafter, plan, encoded, 0, temperature)
-    # Once for all calls, and of a tree of its own: the caller may change his while the text goes on.
-    params = plan.loop.prepare(jax.tree.map(lambda x: x, params))
-    request, *_, state = args
-    state = device.executable(device.start, plan.loop, params, *args)[0](params, *args)
+    params, request, state = _start(target, drafter, plan, encoded, temperature)
     look = device.executable(device.verify, plan.loop, params, request, state)[0]
     one = jnp.int32(1)
     step = device.executable(device.advance, plan.loop, params, request, state, one)[0]

@@ -39,6 +39,7 @@ def verify(loop: DecodeLoop, params: Any, request: Request, state: DecodeState) 
 @functools.partial(jax.jit, static_argnums=0, donate_argnames="state")
 def run(loop: DecodeLoop, params: Any, request: Request, prompt, prompt_length, state: DecodeState) -> DecodeState:
     """Prefill and all rounds in one call: the host sees nothing before the last token."""
+    params = loop.prepare(params)
     state = loop.prefill(params, request, prompt, prompt_length, state)
     return loop.advance(params, request, state, ALL_ROUNDS)
 

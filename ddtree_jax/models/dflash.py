@@ -77,14 +77,14 @@ class DraftAttention(nn.Module):
             zero_centred=False,
         )  # fmt: skip
 
-    def context_rows(self, x: jax.Array) -> jax.Array:
+    def key_value_rows(self, x: jax.Array) -> jax.Array:
         """The rows of `qkv_proj` that make keys and values, all that the context needs: of its weight or bias."""
         return x[self.config.num_heads * self.config.head_dim :]
 
     def keys_values(self, x: jax.Array, rope) -> tuple[jax.Array, jax.Array]:
         """Context [B, R, E] -> keys (normed, rotated) and values, [B, K, R, D] each."""
-        bias = None if self.qkv_proj.bias is None else self.context_rows(self.qkv_proj.bias)
-        rows = linear(x, self.context_rows(self.qkv_proj.weight), bias)
+        bias = None if self.qkv_proj.bias is None else self.key_value_rows(self.qkv_proj.bias)
+        rows = linear(x, self.key_value_rows(self.qkv_proj.weight), bias)
         k, v = jnp.split(split_heads(rows, 2 * self.config.num_kv_heads), 2, axis=2)
         return apply_rope(self.k_norm(k), *rope).swapaxes(1, 2), v.swapaxes(1, 2)
 
@@ -163,8 +163,9 @@ class VocabularyMap(nn.Module):
 class DFlash(nn.Module):
     """Parameters: `fc/weight` [E, T * E_target], `hidden_norm/weight`, `layers_i/...`, `norm/weight`.
 
-    Key and value projections are one matrix (k rows first), gate and up another. A drafter may have tables of its own:
-    `embed/weight` [V_target, E], `lm_head/weight` [V, E] and, with fewer tokens than the target, `d2t/target_ids` [V].
+    Query, key and value projections are one matrix (in this order), gate and up another. A drafter may have tables of
+    its own: `embed/weight` [V_target, E], `lm_head/weight` [V, E] and, with fewer tokens than the target,
+    `d2t/target_ids` [V].
 
     DFlash 2 is the same with `DynamicConv` around attention and MLP of every layer (of the block, never of the context)
     and a `CandidateSelector` over the candidates of each slot.
@@ -191,9 +192,9 @@ class DFlash(nn.Module):
         """For `context_rows`; a loop that calls it makes them once, before its first turn."""
         attention = [layer.self_attn for layer in self.layers]
         return ContextWeights(
-            projection=_keys_first([a.context_rows(a.qkv_proj.weight) for a in attention]),
+            projection=_keys_first([a.key_value_rows(a.qkv_proj.weight) for a in attention]),
             bias=(
-                _keys_first([a.context_rows(a.qkv_proj.bias) for a in attention])
+                _keys_first([a.key_value_rows(a.qkv_proj.bias) for a in attention])
                 if self.config.attention_bias
                 else None
             ),

@@ -147,7 +147,7 @@ def _advance(
     inputs = jnp.stack([r.inputs for r in rows])  # [M, B, R, C + 2 Hv]
     number = inputs.shape[2]
 
-    # As they lie: XLA would take rows as the fastest axis, which the gates' is below, and transpose all of it twice.
+    # As they lie: XLA would make rows the fastest axis of all, as a commit's gates have it, and transpose twice.
     in_order = Layout(major_to_minor=(0, 1, 2, 3))
     strength_decay = with_layout_constraint(inputs[..., channels:], in_order)
     line = with_layout_constraint(jnp.concatenate([state.window, inputs[..., :channels]], axis=2), in_order)
