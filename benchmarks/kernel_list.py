@@ -1,8 +1,8 @@
 """Which kernels a decoding round is on an H200, by XLA's program for one, compiled where no GPU is.
 
   pip install jax-cuda12-plugin==JAX_VERSION nvidia-cuda-nvcc-cu12      beside a jax for the CPU
-  python -m benchmarks.kernel_list --shape qwen3-8b --method ddtree --nodes 64
-  python -m benchmarks.kernel_list --shape qwen3.6-27b --part accept+commit --hlo commit.txt
+  JAX_PLATFORMS=cpu python -m benchmarks.kernel_list --shape qwen3-8b --method ddtree --nodes 64
+  JAX_PLATFORMS=cpu python -m benchmarks.kernel_list --shape qwen3.6-27b --part accept+commit --hlo commit.txt
 
 The rounds are those of `decode_step`. What is listed is the body of the loop: what every round launches, in order, with
 the shape that each kernel writes. Products are not tuned (that needs the GPU): splits of theirs, and the reductions
