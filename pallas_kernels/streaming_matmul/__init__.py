@@ -4,8 +4,9 @@ from pallas_kernels.streaming_matmul.api import (
     PartialSums,
     partial_sums,
     runs_kernel,
+    streaming_argmax,
     streaming_matmul,
     streaming_swiglu,
 )
 
-__all__ = ["PartialSums", "partial_sums", "runs_kernel", "streaming_matmul", "streaming_swiglu"]
+__all__ = ["PartialSums", "partial_sums", "runs_kernel", "streaming_argmax", "streaming_matmul", "streaming_swiglu"]

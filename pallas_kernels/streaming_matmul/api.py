@@ -68,6 +68,30 @@ def streaming_swiglu(
     return _product(x, weight, 2, out_dtype, implementation, early_weights, config)
 
 
+def streaming_argmax(
+    x: jax.Array,  # [..., E]
+    weight: jax.Array,  # [O, E]
+    *,
+    implementation: str | None = None,
+    early_weights: bool = False,
+    config: Config | None = None,
+) -> jax.Array:  # [...] int32
+    """argmax over O of x times the transposed weight in float32, without the product ever being written.
+
+    As `jnp.argmax` has it: of equal ones the first, and the first NaN if there is one. Of products that differ in their
+    last bits only the choice depends on the implementation, on M and on the configuration. Arguments and errors are
+    those of `streaming_matmul`; the GPU kernel takes configurations of one split.
+    """
+    _check(x, weight, 1, implementation)
+    shape = _shape(x, weight, 1, None, argmax=True)
+    rows = x.reshape(shape.rows, shape.inputs)
+    if _choose(shape, implementation) == "xla":
+        columns = reference.argmax(rows, weight)
+    else:
+        columns = argmax_from_kernel(rows, weight, shape, config or configs.choose(shape), early_weights=early_weights)
+    return columns.reshape(x.shape[:-1])
+
+
 @dataclasses.dataclass(frozen=True)
 class PartialSums:
     """A product as the kernel leaves it, for a kernel that adds its splits while it reads them.
@@ -134,15 +158,16 @@ def partial_sums(
 
 def runs_kernel(
     x: jax.Array, weight: jax.Array, *, panels: int = 1, out_dtype: jnp.dtype | None = None,
-    implementation: str | None = None,
+    argmax: bool = False, implementation: str | None = None,
 ) -> bool:  # fmt: skip
     """Whether a product is for the GPU kernel; arguments and errors as those of `streaming_matmul`.
 
     Args:
       panels: 2 for `streaming_swiglu`.
+      argmax: for `streaming_argmax`.
     """
     _check(x, weight, panels, implementation)
-    return _choose(_shape(x, weight, panels, out_dtype), implementation) == "mosaic_gpu"
+    return _choose(_shape(x, weight, panels, out_dtype, argmax), implementation) == "mosaic_gpu"
 
 
 def _product(x, weight, panels, out_dtype, implementation, early_weights, config):
@@ -157,7 +182,7 @@ def _product(x, weight, panels, out_dtype, implementation, early_weights, config
     return y.astype(shape.out_dtype).reshape(*x.shape[:-1], shape.features)
 
 
-def _shape(x, weight, panels, out_dtype) -> Shape:
+def _shape(x, weight, panels, out_dtype, argmax=False) -> Shape:
     return Shape(
         rows=math.prod(x.shape[:-1]),
         features=weight.shape[0] // panels,
@@ -165,6 +190,7 @@ def _shape(x, weight, panels, out_dtype) -> Shape:
         panels=panels,
         dtype=x.dtype.name,
         out_dtype=jnp.dtype(x.dtype if out_dtype is None else out_dtype).name,
+        argmax=argmax,
     )
 
 
@@ -182,6 +208,12 @@ def from_kernel(rows, weight, shape: Shape, config: Config, **options) -> jax.Ar
         return out
     sums = functools.reduce(jnp.add, [out[i] for i in range(config.splits)])  # [panels, M, F]
     return (sums[0] if shape.panels == 1 else jax.nn.silu(sums[0]) * sums[1]).astype(shape.out_dtype)
+
+
+def argmax_from_kernel(rows, weight, shape: Shape, config: Config, **options) -> jax.Array:
+    """What the kernel finds, [M] int32, its thread blocks compared."""
+    values, columns = mosaic_gpu.largest_of_blocks(rows, weight, shape=shape, config=config, **options)
+    return reference.first_of_largest(values[:, : shape.rows], columns[:, : shape.rows])
 
 
 def unsupported(shape: Shape) -> str | None:

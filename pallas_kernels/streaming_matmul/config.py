@@ -28,6 +28,7 @@ class Shape:
       panels: 1, or 2 for silu(x @ gate.T) * (x @ up.T).
       dtype: of x and the weights, by name.
       out_dtype: of the result, by name.
+      argmax: of each row only the column of the largest is wanted, of one panel; `out_dtype` says nothing then.
     """
 
     rows: int
@@ -36,6 +37,7 @@ class Shape:
     panels: int = 1
     dtype: str = "bfloat16"
     out_dtype: str = "bfloat16"
+    argmax: bool = False
 
     @property
     def weight_bytes(self) -> int:
@@ -45,7 +47,8 @@ class Shape:
     def bytes(self) -> int:
         """Weights, x and the result, each moved once."""
         x_bytes = self.rows * self.inputs * jnp.dtype(self.dtype).itemsize
-        return self.weight_bytes + x_bytes + self.rows * self.features * jnp.dtype(self.out_dtype).itemsize
+        row_bytes = 4 if self.argmax else self.features * jnp.dtype(self.out_dtype).itemsize
+        return self.weight_bytes + x_bytes + self.rows * row_bytes
 
     @property
     def flop(self) -> int:
@@ -109,6 +112,7 @@ class Config:
         require("tile", "a multiple of 16, 16..256", self.tile % 16 == 0 and 16 <= self.tile <= 256)
         require("block", "a multiple of 64 that divides E", self.block % 64 == 0 and shape.inputs % self.block == 0)
         require("splits", "1..E / block", 1 <= self.splits <= max(1, shape.inputs // self.block))
+        require("splits", "1, of one panel,", not shape.argmax or self.splits == shape.panels == 1)
         require("cluster", "1 or 2", self.cluster in (1, 2))
         require("consumers", "1..4, not more than tiles of 64 rows", 1 <= self.consumers <= _row_tiles(shape))
         require("stages", "2 or more", self.stages >= 2)
@@ -145,6 +149,8 @@ def epilogue_columns(shape: Shape, config: Config) -> int:
 
 def _writes_whole_tiles(shape: Shape, config: Config) -> bool:
     """Whether the result's columns are a multiple of those that a write to it is tiled by."""
+    if shape.argmax:  # no columns are written
+        return True
     itemsize = jnp.dtype(shape.out_dtype if config.splits == 1 else "float32").itemsize
     return shape.features % (swizzle_bytes(epilogue_columns(shape, config), itemsize) // itemsize) == 0
 
@@ -153,8 +159,12 @@ def shared_bytes(shape: Shape, config: Config, stages: int) -> int:
     """Shared memory of a thread block with so many stages."""
     x_rows = ROWS * config.consumers * config.row_tiles(shape)
     stage = (x_rows + shape.panels * config.tile) * config.block * jnp.dtype(shape.dtype).itemsize
-    size = jnp.dtype(shape.out_dtype if config.splits == 1 else "float32").itemsize
-    return stages * stage + config.consumers * ROWS * epilogue_columns(shape, config) * size
+    if shape.argmax:  # a float32 and an int32 a row
+        staging = 8
+    else:
+        size = jnp.dtype(shape.out_dtype if config.splits == 1 else "float32").itemsize
+        staging = epilogue_columns(shape, config) * size
+    return stages * stage + config.consumers * ROWS * staging
 
 
 def candidates(shape: Shape) -> list[Config]:
@@ -162,7 +172,8 @@ def candidates(shape: Shape) -> list[Config]:
     found = []
     tiles = [t for t in range(32, 257, 16) if t * shape.panels <= 256]
     rows = _row_tiles(shape)
-    for tile, splits, cluster, block in itertools.product(tiles, (1, 2, 3, 4, 6, 8), (1, 2), (64, 128)):
+    shares = (1,) if shape.argmax else (1, 2, 3, 4, 6, 8)
+    for tile, splits, cluster, block in itertools.product(tiles, shares, (1, 2), (64, 128)):
         for consumers in {min(rows, 2), min(rows, 3), rows}:
             config = Config(tile=tile, splits=splits, cluster=cluster, consumers=consumers, block=block, stages=1)
             accumulators = config.row_tiles(shape) * shape.panels * tile // 2  # registers of each thread
@@ -247,6 +258,11 @@ MEASURED: dict[tuple[int, int, int, int], Config | None] = {
     (5120, 17408, 1, 16): Config(tile=80, splits=2, cluster=1, consumers=1, block=128, stages=5, stagger=5),
     (5120, 17408, 1, 64): Config(tile=80, splits=2, cluster=2, consumers=1, block=128, stages=5),
 }
+# The same for an argmax (`benchmarks.streaming_matmul --argmax`).
+MEASURED_ARGMAX: dict[tuple[int, int, int, int], Config | None] = {
+    # Qwen3-8B: sizes of the product alone, which was faster than XLA's; not yet measured with the argmax
+    (151936, 4096, 1, 64): Config(tile=192, splits=1, cluster=1, consumers=1, block=128, stages=3),
+}
 _MEASURED_ROWS = (1, 16, 64, 128, 256)
 
 
@@ -262,7 +278,7 @@ def measured_faster(shape: Shape) -> bool:
 
 def _measured(shape: Shape) -> Config | None:
     """Sizes were measured with 16-bit results (but for heads): a float32 one takes more shared memory."""
-    config = MEASURED.get(_key(shape))
+    config = (MEASURED_ARGMAX if shape.argmax else MEASURED).get(_key(shape))
     return config if config and shared_bytes(shape, config, config.stages) <= SHARED_BYTES else None
 
 

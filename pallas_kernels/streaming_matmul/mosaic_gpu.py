@@ -17,7 +17,7 @@ With `cluster` = 2 two thread blocks with neighbouring columns share each block 
 traffic of x through the level-2 cache.
 
 For gate and up projections each thread block holds both halves of its columns, and silu(gate) * up is computed on the
-accumulators.
+accumulators. Where only the largest of each row is wanted, that is all a thread block writes (`mosaic_gpu_argmax`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_gpu_layouts import ROWS, copied_rows, tiled
+from pallas_kernels.streaming_matmul import mosaic_gpu_argmax
 from pallas_kernels.streaming_matmul.config import PRODUCER_REGISTERS, Config, Shape, epilogue_columns
 
 
@@ -52,19 +53,45 @@ def matmul(
     past M are undefined.
     """
     config.check(shape)
-    spare = copied_rows(shape.rows) - shape.rows
-    x = jnp.pad(x, ((0, spare), (0, 0))) if spare else x
-    return _call(shape, config, x.shape[0], early_weights, interpret)(x, weight)
-
-
-def _call(shape: Shape, config: Config, padded_rows: int, early_weights: bool, interpret):
-    dtype, stages = shape.dtype, config.stages
+    x = _padded(x, shape)
     chunk = epilogue_columns(shape, config)
-    x_rows = ROWS * config.consumers * config.row_tiles(shape)
     if config.splits == 1:
-        out = jax.ShapeDtypeStruct((padded_rows, shape.features), shape.out_dtype)
+        out = jax.ShapeDtypeStruct((x.shape[0], shape.features), shape.out_dtype)
     else:
-        out = jax.ShapeDtypeStruct((config.splits, shape.panels, padded_rows, shape.features), jnp.float32)
+        out = jax.ShapeDtypeStruct((config.splits, shape.panels, x.shape[0], shape.features), jnp.float32)
+    staging = dict(out_s=plgpu.SMEM((config.consumers, ROWS, chunk), out.dtype, transforms=tiled(chunk, out.dtype)))
+    return _call(shape, config, [out], staging, early_weights, interpret)(x, weight)[0]
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "config", "early_weights", "interpret"))
+def largest_of_blocks(
+    x: jax.Array,  # [M, E]
+    weight: jax.Array,  # [F, E]
+    *,
+    shape: Shape,
+    config: Config,
+    early_weights: bool = False,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> tuple[jax.Array, jax.Array]:  # [blocks, M'] float32 and int32
+    """The largest of each row among the columns of each thread block, and the first column that holds it.
+
+    As for `matmul` the arguments are taken as checked. M' is a multiple of 64: the rows past M are undefined.
+    """
+    config.check(shape)
+    results, staging = mosaic_gpu_argmax.results(shape, config), mosaic_gpu_argmax.staging(config)
+    return tuple(_call(shape, config, results, staging, early_weights, interpret)(_padded(x, shape), weight))
+
+
+def _padded(x: jax.Array, shape: Shape) -> jax.Array:
+    """x with so many rows that TMA can copy it."""
+    spare = copied_rows(shape.rows) - shape.rows
+    return jnp.pad(x, ((0, spare), (0, 0))) if spare else x
+
+
+def _call(shape: Shape, config: Config, results: list[jax.ShapeDtypeStruct], staging: dict, early_weights, interpret):
+    """The kernel with these results; `staging` is the shared memory that they pass through."""
+    dtype, stages = shape.dtype, config.stages
+    x_rows = ROWS * config.consumers * config.row_tiles(shape)
     free = functools.partial(plgpu.Barrier, num_arrivals=config.consumers, num_barriers=stages)
     clusters = {}
     if config.cluster > 1:
@@ -74,13 +101,13 @@ def _call(shape: Shape, config: Config, padded_rows: int, early_weights: bool, i
         )
     return plgpu.kernel(
         functools.partial(_body, shape, config, early_weights, interpret is not None),
-        out_type=out,
+        out_type=results,
         scratch_types=dict(
             x_s=plgpu.SMEM((stages, x_rows, config.block), dtype, transforms=tiled(config.block, dtype)),
             w_s=plgpu.SMEM(
                 (stages, shape.panels, config.tile, config.block), dtype, transforms=tiled(config.block, dtype)
             ),
-            out_s=plgpu.SMEM((config.consumers, ROWS, chunk), out.dtype, transforms=tiled(chunk, out.dtype)),
+            **staging,
             full=plgpu.Barrier(num_arrivals=1 + shape.panels, num_barriers=stages),
             free=free(),
         ),
@@ -88,14 +115,14 @@ def _call(shape: Shape, config: Config, padded_rows: int, early_weights: bool, i
         grid_names=("worker",),
         num_threads=config.consumers + 1,
         thread_name="wg",
-        kernel_name="streaming_matmul",
+        kernel_name="streaming_argmax" if shape.argmax else "streaming_matmul",
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
         interpret=interpret,
         **clusters,
     )
 
 
-def _body(shape: Shape, config: Config, early_weights: bool, interpreted: bool, x_g, w_g, out_g, **scratch):
+def _body(shape: Shape, config: Config, early_weights: bool, interpreted: bool, x_g, w_g, *results, **scratch):
     wg = lax.axis_index("wg")
     span = _Span(shape, config)
     if not interpreted:
@@ -111,7 +138,7 @@ def _body(shape: Shape, config: Config, early_weights: bool, interpreted: bool, 
     @pl.when(wg < config.consumers)
     def _():
         plgpu.set_max_registers(config.consumer_registers, action="increase")
-        _consume(shape, config, interpreted, span, wg, out_g, scratch)
+        _consume(shape, config, span, wg, results, scratch)
 
 
 class _Span:
@@ -126,6 +153,7 @@ class _Span:
         self._worker, self._workers = lax.axis_index("worker"), config.workers(shape)
         self._peer = lax.axis_index("peer") if config.cluster > 1 else 0
         items = config.groups(shape) * config.splits
+        self.thread_block = self._worker * config.cluster + self._peer
         self.count = lax.div(items - 1 - self._worker, self._workers) + 1
 
     def _item(self, n):
@@ -205,13 +233,14 @@ def _produce(shape, config, early_weights, interpreted, span, x_g, w_g, scratch)
     lax.fori_loop(jnp.maximum(steps - stages, 0), steps, drain, None)
 
 
-def _consume(shape, config, interpreted, span, wg, out_g, scratch):
-    """Multiplies this warpgroup's rows with each item's weights, and writes the product or its share of it."""
+def _consume(shape, config, span, wg, results, scratch):
+    """Multiplies this warpgroup's rows with each item's weights, and writes the product or what is wanted of it."""
     stages, row_tiles = config.stages, config.row_tiles(shape)
     full, free = scratch["full"], scratch["free"]
     first_row = wg * row_tiles * ROWS
 
-    def item(n, step):
+    def item(n, carry):
+        step, found = carry
         first, end = span.blocks(n)
 
         def accumulate(*accumulators):
@@ -237,15 +266,22 @@ def _consume(shape, config, interpreted, span, wg, out_g, scratch):
 
         accumulator = plgpu.ACC((ROWS, config.tile), jnp.float32)
         values = pl.run_scoped(accumulate, *[accumulator] * (row_tiles * shape.panels))
+        if shape.argmax:
+            column = span.tile(n) * config.tile
+            found = [mosaic_gpu_argmax.better(f, v, column, shape.features) for f, v in zip(found, values, strict=True)]
+            return step + end - first, found
         for t in range(row_tiles):
             panels = values[t * shape.panels : (t + 1) * shape.panels]
             if config.splits == 1 and shape.panels == 2:
                 panels = [panels[0] / (1.0 + jnp.exp(-panels[0])) * panels[1]]
             for panel, value in enumerate(panels):
-                _write(shape, config, span, n, wg, first_row + t * ROWS, panel, value, out_g, scratch)
-        return step + end - first
+                _write(shape, config, span, n, wg, first_row + t * ROWS, panel, value, results[0], scratch)
+        return step + end - first, found
 
-    lax.fori_loop(0, span.count, item, 0)
+    nothing = [mosaic_gpu_argmax.nothing() for _ in range(row_tiles)] if shape.argmax else []
+    _, found = lax.fori_loop(0, span.count, item, (0, nothing))
+    for t, best in enumerate(found):
+        mosaic_gpu_argmax.write(best, span.thread_block, wg, first_row + t * ROWS, results, scratch)
     plgpu.wait_smem_to_gmem(0)
 
 

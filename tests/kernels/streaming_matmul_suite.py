@@ -8,6 +8,7 @@ import zlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 TOLERANCE = {"bfloat16": 3e-3, "float16": 5e-4, "float32": 1e-5}  # relative, of the whole result; by its dtype
 
@@ -66,3 +67,52 @@ class StreamingMatmulSuite:
             error = np.linalg.norm(np.asarray(got, np.float64)[:, block] - wanted[:, block])
             error /= np.linalg.norm(wanted[:, block])
             assert error <= TOLERANCE[got.dtype.name], f"columns from {first}: relative error {error:.2e}"
+
+
+ROUNDING = 1e-4  # more than float32 sums of about unit variance can be off
+
+
+def make_exact_operands(case: Case, kind: str) -> tuple[jax.Array, jax.Array]:
+    """Small integers, whose sums are exact and often tie. All products are negative: zeros past the end must not win.
+
+    Args:
+      kind: "ties"; "lowest", where the last row of x makes all of its products -inf; "nan", where its first row is NaN
+        and so are some of the weights.
+    """
+    rng = np.random.default_rng(zlib.crc32(f"{case.name} {kind}".encode()))
+    x = rng.integers(1, 3, (case.rows, case.inputs)).astype(np.float32)
+    weight = -rng.integers(1, 3, (case.features, case.inputs)).astype(np.float32)
+    weight[case.features // 2 :] = weight[: case.features - case.features // 2]
+    if kind == "lowest":
+        x[-1, 0] = np.inf
+    if kind == "nan":
+        x[0] = np.nan
+        weight[rng.integers(1, case.features, 3), 5] = np.nan
+    return jnp.asarray(x, case.dtype), jnp.asarray(weight, case.dtype)
+
+
+class StreamingArgmaxSuite:
+    """The same for `streaming_argmax`: subclasses set `cases` and define `find`."""
+
+    cases: tuple[Case, ...] = ()
+
+    def find(self, case: Case, x: jax.Array, weight: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+    def test_finds_the_largest(self, case: Case):
+        x, weight = make_operands(case)
+        got = self.find(case, x, weight)
+        assert got.dtype == jnp.int32 and got.shape == (case.rows,)
+        products = oracle(case, x, weight)
+        found = products[np.arange(case.rows), got]
+        second, first = np.sort(products, axis=1)[:, -2:].T
+        assert (found >= first - ROUNDING).all()
+        clear = first - second > ROUNDING
+        assert clear.mean() > 0.9 and (np.asarray(got) == products.argmax(axis=1))[clear].all()
+
+    @pytest.mark.parametrize("kind", ["ties", "lowest", "nan"])
+    def test_takes_the_first_of_equals(self, case: Case, kind: str):
+        x, weight = make_exact_operands(case, kind)
+        got = self.find(case, x, weight)
+        with np.errstate(invalid="ignore"):
+            np.testing.assert_array_equal(got, oracle(case, x, weight).argmax(axis=1))

@@ -7,7 +7,15 @@ from tree_conv_suite import LAYER, Case, make_operands
 from pallas_kernels.fused_norm import Heads, add_rms_norm, qk_norm_rope
 from pallas_kernels.gated_delta_tree import tree_conv
 from pallas_kernels.streaming_matmul import PartialSums
-from pallas_kernels.streaming_matmul.config import MEASURED, Shape, candidates, choose, measured_faster, shared_bytes
+from pallas_kernels.streaming_matmul.config import (
+    MEASURED,
+    MEASURED_ARGMAX,
+    Shape,
+    candidates,
+    choose,
+    measured_faster,
+    shared_bytes,
+)
 
 
 def ones(*shape, dtype=jnp.bfloat16):
@@ -92,3 +100,11 @@ def test_every_measured_size_fits_or_gives_way(key, out_dtype):
     assert chosen == MEASURED[key] if measured_faster(shape) else chosen == candidates(shape)[0]
     assert shared_bytes(shape, chosen, chosen.stages) <= 227 * 1024
     assert measured_faster(shape) or out_dtype == "float32"
+
+
+@pytest.mark.parametrize("key", [k for k, config in MEASURED_ARGMAX.items() if config])
+def test_every_measured_size_of_an_argmax_fits(key):
+    features, inputs, panels, rows = key
+    shape = Shape(rows=rows, features=features, inputs=inputs, panels=panels, argmax=True)
+    assert choose(shape) == MEASURED_ARGMAX[key]
+    choose(shape).check(shape)

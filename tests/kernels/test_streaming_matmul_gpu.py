@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from streaming_matmul_suite import Case, StreamingMatmulSuite, make_operands
+from streaming_matmul_suite import Case, StreamingArgmaxSuite, StreamingMatmulSuite, make_operands
 
 from pallas_kernels.choice import on_hopper
-from pallas_kernels.streaming_matmul import streaming_matmul, streaming_swiglu
+from pallas_kernels.streaming_matmul import streaming_argmax, streaming_matmul, streaming_swiglu
 from pallas_kernels.streaming_matmul.config import Config
 
 
@@ -68,3 +68,44 @@ class TestGpu(StreamingMatmulSuite):
         assert np.isfinite(np.asarray(chain(x), np.float32)).all()
         for _ in range(20):
             np.testing.assert_array_equal(np.asarray(chain(x)).view(np.uint16), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not on_hopper(), reason="needs a Hopper GPU")
+class TestArgmaxOnGpu(StreamingArgmaxSuite):
+    cases = (
+        # A quarter of the head of Qwen3-8B, and one as deep as that of Qwen3.6-27B, by the default choice.
+        *(Case(rows=m, features=37984, inputs=4096) for m in (1, 16, 63, 64, 65, 128, 256)),
+        *(Case(rows=m, features=31040, inputs=5120) for m in (64, 128)),
+        Case(rows=33, features=208, inputs=192, dtype="float16"),
+        # The sizes of the table; tiles past the end, several of a thread block, clusters.
+        Case(rows=64, features=37984, inputs=4096, config=config(tile=192, block=128)),
+        Case(rows=16, features=320, inputs=256, config=config(tile=256, limit=1)),
+        Case(rows=100, features=4176, inputs=1024, config=config(tile=48)),
+        Case(rows=100, features=4176, inputs=1024, config=config(consumers=2, cluster=2, limit=8)),
+        Case(rows=70, features=4176, inputs=1024, config=config(stagger=5, tile=96, cluster=2, consumers=2, limit=4)),
+    )
+
+    def find(self, case, x, weight):
+        sizes = Config(**dict(case.config)) if case.config else None
+        options = dict(implementation="mosaic_gpu", config=sizes)
+        return jax.jit(lambda x, weight: streaming_argmax(x, weight, **options))(x, weight)
+
+    @pytest.mark.parametrize("early_weights", [False, True])
+    @pytest.mark.parametrize("rows", [1, 64, 128])
+    def test_the_same_bits_every_time(self, rows, early_weights):
+        """Chains of draws, each row the embedding of the last one's: a race between kernels would show."""
+        x, weight = make_operands(Case(rows=rows, features=38016, inputs=2048))
+
+        @jax.jit
+        def chain(x):
+            def draw(x, _):
+                tokens = streaming_argmax(x, weight, implementation="mosaic_gpu", early_weights=early_weights)
+                return jnp.roll(weight[tokens], 7, axis=1) * 32 + x / 2, tokens
+
+            return jax.lax.scan(draw, x, length=50)[1]
+
+        first = np.asarray(chain(x))
+        assert len(np.unique(first)) > first.size // 10
+        for _ in range(20):
+            np.testing.assert_array_equal(chain(x), first)

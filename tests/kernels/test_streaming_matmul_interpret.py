@@ -3,7 +3,7 @@
 import jax
 import pytest
 from interpreter import PARAMS, interpreted
-from streaming_matmul_suite import Case, StreamingMatmulSuite
+from streaming_matmul_suite import Case, StreamingArgmaxSuite, StreamingMatmulSuite
 
 from pallas_kernels.streaming_matmul import api
 from pallas_kernels.streaming_matmul.config import Config, Shape
@@ -43,3 +43,23 @@ class TestInterpreted(StreamingMatmulSuite):
             out_dtype=case.out_dtype or case.dtype,
         )  # fmt: skip
         return interpreted(api.from_kernel, x, weight, shape, Config(**dict(case.config)), interpret=PARAMS)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter runs on the CPU")
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")  # infinity times 0
+class TestInterpretedArgmax(StreamingArgmaxSuite):
+    cases = (
+        Case(rows=1, features=128, inputs=128, config=config()),
+        # One worker, several tiles, the last of them cut off.
+        Case(rows=5, features=208, inputs=192, dtype="float16", config=config(tile=96, limit=1)),
+        # More rows than one warpgroup holds: a consumer each, two tiles a consumer, a consumer with an empty tile.
+        Case(rows=100, features=64, inputs=128, config=config(consumers=2, tile=48)),
+        Case(rows=100, features=64, inputs=128, config=config(tile=48)),
+        Case(rows=130, features=64, inputs=128, config=config(consumers=2, tile=48)),
+        # Clusters, the last one with a tile past the end; several items a worker.
+        Case(rows=64, features=272, inputs=128, config=config(cluster=2, limit=2, stages=2)),
+    )
+
+    def find(self, case, x, weight):
+        shape = Shape(rows=case.rows, features=case.features, inputs=case.inputs, dtype=case.dtype, argmax=True)
+        return interpreted(api.argmax_from_kernel, x, weight, shape, Config(**dict(case.config)), interpret=PARAMS)

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from pallas_kernels.streaming_matmul import api
-from pallas_kernels.streaming_matmul.config import Config, Shape, choose
+from pallas_kernels.streaming_matmul.config import Config, Shape, candidates, choose
 
 LAYERS = {
     "qkv": (6144, 4096, 1),
@@ -23,7 +23,8 @@ def lower(shape: Shape, config: Config, **options) -> None:
     weight = jax.ShapeDtypeStruct((shape.panels * shape.features, shape.inputs), shape.dtype)
 
     def call(x, weight):
-        return api.from_kernel(x, weight, shape, config, **options)
+        compute = api.argmax_from_kernel if shape.argmax else api.from_kernel
+        return compute(x, weight, shape, config, **options)
 
     assert "mosaic_gpu" in jax.jit(call).trace(x, weight).lower(lowering_platforms=("cuda",)).as_text()
 
@@ -37,12 +38,18 @@ def test_every_choice_of_configuration_lowers(layer, rows):
     lower(shape, choose(shape), early_weights=True)
 
 
+@pytest.mark.parametrize("rows", [1, 64, 128])
+@pytest.mark.parametrize("features, inputs", [(151936, 4096), (248320, 5120)])
+def test_candidates_of_an_argmax_lower(features, inputs, rows):
+    shape = Shape(rows=rows, features=features, inputs=inputs, argmax=True)
+    for config in {choose(shape), *candidates(shape)[:3]}:
+        lower(shape, config, early_weights=True)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 64, 100, 256])
 @pytest.mark.parametrize("layer", ["qkv", "gate_up"])
 def test_every_candidate_lowers(layer, rows):
-    from pallas_kernels.streaming_matmul.config import candidates
-
     features, inputs, panels = LAYERS[layer]
     shape = Shape(rows=rows, features=features, inputs=inputs, panels=panels, dtype="float16", out_dtype="float16")
     for config in candidates(shape)[::31]:

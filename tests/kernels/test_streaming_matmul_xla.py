@@ -2,11 +2,20 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from streaming_matmul_suite import Case, StreamingMatmulSuite, make_operands, oracle
+from streaming_matmul_suite import Case, StreamingArgmaxSuite, StreamingMatmulSuite, make_operands, oracle
 
 from pallas_kernels import choice
-from pallas_kernels.streaming_matmul import api, config, streaming_matmul, streaming_swiglu
+from pallas_kernels.streaming_matmul import (
+    api,
+    config,
+    reference,
+    runs_kernel,
+    streaming_argmax,
+    streaming_matmul,
+    streaming_swiglu,
+)
 from pallas_kernels.streaming_matmul.config import Config, Shape, candidates, choose, shared_bytes
 
 
@@ -28,11 +37,34 @@ class TestXla(StreamingMatmulSuite):
         return jax.jit(lambda x, weight: call(case, x, weight, implementation="xla"))(x, weight)
 
 
+class TestArgmaxByXla(StreamingArgmaxSuite):
+    cases = (
+        Case(rows=1, features=24, inputs=40, dtype="float32"),
+        Case(rows=17, features=300, inputs=128),
+        Case(rows=300, features=64, inputs=64, dtype="float16"),
+    )
+
+    def find(self, case, x, weight):
+        return jax.jit(lambda x, weight: streaming_argmax(x, weight, implementation="xla"))(x, weight)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_thread_blocks_are_compared_as_argmax_compares(seed):
+    rng = np.random.default_rng(seed)
+    values = rng.choice([-np.inf, -1.0, -0.0, 0.0, 1.0, np.nan], (9, 64), p=[0.5, 0.2, 0.1, 0.1, 0.05, 0.05])
+    values[:, :5] = -np.inf
+    columns = np.sort(rng.integers(0, 2**31 - 1, (9, 1), np.int32), axis=0) + np.zeros((9, 64), np.int32)
+    order = rng.permutation(9)  # a thread block's tiles lie between another's
+    got = jax.jit(reference.first_of_largest)(values[order].astype(np.float32), columns[order])
+    np.testing.assert_array_equal(got, columns[values.argmax(axis=0), 0])
+
+
 def test_leading_axes_are_rows():
     case = Case(rows=6, features=64, inputs=64)
     x, weight = make_operands(case)
     flat = streaming_matmul(x, weight)
     assert jnp.array_equal(streaming_matmul(x.reshape(2, 3, 64), weight), flat.reshape(2, 3, 64))
+    assert jnp.array_equal(streaming_argmax(x.reshape(2, 3, 64), weight), flat.argmax(axis=-1).reshape(2, 3))
 
 
 def test_by_default_xla_runs_where_the_kernel_cannot():
@@ -59,6 +91,9 @@ def test_what_the_kernel_cannot_do_is_named(shape, dtype, out_dtype, message):
     x, weight = jnp.zeros((rows, inputs), dtype), jnp.zeros((features, inputs), dtype)
     with pytest.raises(NotImplementedError, match=message):
         streaming_matmul(x, weight, out_dtype=out_dtype, implementation="mosaic_gpu")
+    if out_dtype is None:
+        with pytest.raises(NotImplementedError, match=message):
+            streaming_argmax(x, weight, implementation="mosaic_gpu")
 
 
 @pytest.mark.parametrize(
@@ -70,8 +105,9 @@ def test_what_the_kernel_cannot_do_is_named(shape, dtype, out_dtype, message):
     ],
 )
 def test_contradictions_are_refused(weight, options, message):
-    with pytest.raises(ValueError, match=message):
-        streaming_matmul(jnp.zeros((4, 64), jnp.bfloat16), weight, **options)
+    for function in (streaming_matmul, streaming_argmax):
+        with pytest.raises(ValueError, match=message):
+            function(jnp.zeros((4, 64), jnp.bfloat16), weight, **options)
 
 
 def test_an_odd_gate_up_is_refused():
@@ -91,6 +127,28 @@ def test_sizes_that_do_not_fit_a_product_are_refused(fields):
         streaming_matmul(x, weight, implementation="mosaic_gpu", config=sizes)
 
 
+def test_an_argmax_is_of_one_split():
+    sizes = Config(tile=64, splits=2, cluster=1, consumers=1, block=64, stages=3)
+    x, weight = jnp.zeros((8, 192), jnp.bfloat16), jnp.zeros((64, 192), jnp.bfloat16)
+    with pytest.raises(ValueError, match="splits must be 1, of one panel,"):
+        streaming_argmax(x, weight, implementation="mosaic_gpu", config=sizes)
+
+
+def test_an_argmax_has_measurements_of_its_own(monkeypatch):
+    measured = Config(tile=64, splits=1, cluster=1, consumers=1, block=64, stages=3)
+    monkeypatch.setattr(config, "MEASURED", {(640, 1024, 1, 64): measured})
+    monkeypatch.setattr(config, "MEASURED_ARGMAX", {(640, 1024, 1, 128): measured})
+    monkeypatch.setattr(choice, "on_hopper", lambda: True)
+    choose.cache_clear()
+    weight = jnp.zeros((640, 1024), jnp.bfloat16)
+    chosen = [
+        (runs_kernel(x, weight), runs_kernel(x, weight, argmax=True))
+        for x in (jnp.zeros((rows, 1024), jnp.bfloat16) for rows in (16, 64, 65, 128))
+    ]
+    choose.cache_clear()
+    assert chosen == [(False, False), (True, False), (False, True), (False, True)]
+
+
 def test_measurements_overrule_the_model(monkeypatch):
     measured = Config(tile=64, splits=1, cluster=1, consumers=1, block=64, stages=3)
     monkeypatch.setattr(config, "MEASURED", {(640, 1024, 1, 64): measured, (640, 1024, 1, 128): None})
@@ -105,9 +163,12 @@ def test_measurements_overrule_the_model(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, 64, 100, 128, 256])
-@pytest.mark.parametrize("features, inputs, panels", [(6144, 4096, 1), (12288, 4096, 2), (5120, 17408, 1)])
-def test_every_candidate_fits_and_covers_the_product(rows, features, inputs, panels):
-    shape = Shape(rows=rows, features=features, inputs=inputs, panels=panels)
+@pytest.mark.parametrize(
+    "features, inputs, panels, argmax",
+    [(6144, 4096, 1, False), (12288, 4096, 2, False), (5120, 17408, 1, False), (151936, 4096, 1, True)],
+)
+def test_every_candidate_fits_and_covers_the_product(rows, features, inputs, panels, argmax):
+    shape = Shape(rows=rows, features=features, inputs=inputs, panels=panels, argmax=argmax)
     found = candidates(shape)
     assert found and choose(shape) is not None
     for c in found:
