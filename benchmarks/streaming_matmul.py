@@ -3,10 +3,15 @@
   python -m benchmarks.streaming_matmul                          every shape at 1, 16, 64, 128 and 256 rows
   python -m benchmarks.streaming_matmul --only qkv --rows 64     shapes whose name contains the text, some rows
   python -m benchmarks.streaming_matmul --sweep                  candidate configurations, best ones as a table
+  python -m benchmarks.streaming_matmul --argmax --shape qwen3.6-27b      greedy draws from the head of a model
 
 Times are microseconds of one product inside a device loop over as many weights as exceed the level-2 cache. A sum over
 each row of the result feeds the next call, so that none can be dropped or overlap; what that takes is measured alone
 ("glue") and subtracted before the ratio to the floor is taken. The sums of the splits are part of our time.
+
+Draws (`--argmax`) are XLA's product and argmax ("xla"), the streaming kernel's product and XLA's argmax ("matmul"), and
+the kernel that keeps only the largest ("argmax"), with the sizes of the table and candidates. Their floor is that of
+the weights, x and the tokens; "error" is by how much a drawn token's logit is less than the largest.
 """
 
 from __future__ import annotations
@@ -23,6 +28,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import _timing
+from benchmarks._models import TARGETS
+from benchmarks._parts import numbers
 from pallas_kernels.streaming_matmul import api, config, reference
 from pallas_kernels.streaming_matmul.config import Config, Shape
 
@@ -52,12 +59,17 @@ def draw(key: jax.Array, dims: tuple[int, ...], scale: float) -> jax.Array:
     return jax.random.normal(key, dims, jnp.bfloat16) * jnp.bfloat16(scale)
 
 
-def make_weights(name: str) -> list[jax.Array]:
+def head_of(name: str, rows: int) -> Shape:
+    """A greedy draw from the head of a model."""
+    target = TARGETS[name]
+    return Shape(rows=rows, features=target.vocab_size, inputs=target.hidden_size, argmax=True)
+
+
+def make_weights(name: str, shape: Shape) -> list[jax.Array]:
     """Weights of one layer, as often as exceeds the level-2 cache; the output has about unit variance."""
-    features, inputs, panels = LAYERS[name]
-    count = max(2, math.ceil(2.5 * _LEVEL_2_BYTES / shape_of(name, 1).weight_bytes)) if name != "tiny" else 2
+    count = 2 if name.startswith("tiny") else max(2, math.ceil(2.5 * _LEVEL_2_BYTES / shape.weight_bytes))
     keys = jax.random.split(jax.random.key(0), count)
-    return [draw(key, (panels * features, inputs), inputs**-0.5) for key in keys]
+    return [draw(key, (shape.panels * shape.features, shape.inputs), shape.inputs**-0.5) for key in keys]
 
 
 def xla_product(x: jax.Array, weight: jax.Array, shape: Shape) -> jax.Array:
@@ -69,23 +81,28 @@ def xla_product(x: jax.Array, weight: jax.Array, shape: Shape) -> jax.Array:
 
 
 def step(product, x: jax.Array, *operands: jax.Array) -> jax.Array:
-    """The next x, which depends on every element of the product."""
-    sums = jnp.sum(product(x, *operands).astype(jnp.float32), axis=-1, keepdims=True)
+    """The next x, which depends on every element of the product, or on the tokens drawn."""
+    y = product(x, *operands).astype(jnp.float32)
+    sums = jnp.sum(y.reshape(len(x), -1), axis=-1, keepdims=True)
     return x + (sums * 1e-9).astype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One way to compute a product."""
+    """One way to compute a product, or to draw from it."""
 
     name: str
     shape: Shape
     config: Config | None = None  # None: XLA
+    then_argmax: bool = False  # by XLA
 
     def __call__(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         if self.config is None:
-            return xla_product(x, weight, self.shape)
-        return api.from_kernel(x, weight, self.shape, self.config, early_weights=True)
+            y = xla_product(x, weight, self.shape)
+        else:
+            compute = api.argmax_from_kernel if self.shape.argmax else api.from_kernel
+            y = compute(x, weight, self.shape, self.config, early_weights=True)
+        return jnp.argmax(y, axis=-1).astype(jnp.int32) if self.then_argmax else y
 
 
 def variety(shape: Shape, limit: int) -> list[Config]:
@@ -100,9 +117,32 @@ def variety(shape: Shape, limit: int) -> list[Config]:
     return kept + [dataclasses.replace(c, stagger=5) for c in kept[: -(-limit // 4)]]
 
 
-def measure_all(name: str, rows: int, weights: list[jax.Array], variants: list[Variant]) -> list[dict]:
+def draws(shape: Shape, candidates: int) -> list[Variant]:
+    """Ways to draw from a head; by a kernel none with 0 candidates."""
+    product = dataclasses.replace(shape, argmax=False, out_dtype="float32")
+    found = [Variant("xla", product, then_argmax=True)]
+    if candidates and (sizes := config.choose(product)):
+        found.append(Variant("matmul", product, sizes, then_argmax=True))
+    if candidates and (sizes := config.choose(shape)):
+        each = dict.fromkeys([sizes, *variety(shape, candidates)])
+        found += [Variant(f"argmax-{i}", shape, c) for i, c in enumerate(each)]
+    return found
+
+
+def error_of(got: jax.Array, x: jax.Array, weight: jax.Array, shape: Shape) -> float:
+    """The relative error of a product; of tokens drawn, by how much their logits are less than the largest, at most."""
+    out_dtype = "float32" if shape.argmax else "bfloat16"
+    wanted = jax.jit(xla_product, static_argnums=2)(
+        x.astype(jnp.float32), weight.astype(jnp.float32), dataclasses.replace(shape, out_dtype=out_dtype)
+    )
+    if shape.argmax:
+        return float(jnp.max(jnp.max(wanted, axis=1) - jnp.take_along_axis(wanted, got[:, None], axis=1)[:, 0]))
+    return float(jnp.linalg.norm(got.astype(jnp.float32) - wanted) / jnp.linalg.norm(wanted))
+
+
+def measure_all(name: str, shape: Shape, weights: list[jax.Array], variants: list[Variant]) -> list[dict]:
     """Compiles the variants (ours at once, in threads; XLA's alone, since it tunes on the GPU), then times each."""
-    shape = shape_of(name, rows)
+    rows = shape.rows
     x = draw(jax.random.key(1), (rows, shape.inputs), 1.0)
     sets = [(weight,) for weight in weights]
     floor_us = _timing.floor_us(shape.bytes, shape.flop)
@@ -117,7 +157,7 @@ def measure_all(name: str, rows: int, weights: list[jax.Array], variants: list[V
 
     with _timing.alone():
         loops = {v: compile_one(v) for v in variants if v.config is None}
-        ready = jnp.zeros((rows, shape.features), shape.out_dtype)
+        ready = jnp.zeros((rows,), jnp.int32) if shape.argmax else jnp.zeros((rows, shape.features), shape.out_dtype)
         ready_sets = [(ready + jnp.asarray(i, ready.dtype),) for i in range(len(sets))]
         glue = compile_step(functools.partial(step, lambda x, y: y), operand_sets=ready_sets)
     with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 1)) as pool:
@@ -127,9 +167,6 @@ def measure_all(name: str, rows: int, weights: list[jax.Array], variants: list[V
     records = []
     with _timing.alone():
         glue_us = _timing.time_loop_us(glue, x, ready_sets, iterations)
-        wanted = jax.jit(xla_product, static_argnums=2)(
-            x.astype(jnp.float32), weights[0].astype(jnp.float32), dataclasses.replace(shape, out_dtype="bfloat16")
-        )
         for variant in variants:
             record = dict(layer=name, rows=rows, implementation=variant.name)
             record |= dataclasses.asdict(variant.config) if variant.config else {}
@@ -137,8 +174,7 @@ def measure_all(name: str, rows: int, weights: list[jax.Array], variants: list[V
                 if isinstance(loops[variant], Exception):
                     raise loops[variant]
                 us = _timing.time_loop_us(loops[variant], x, sets, iterations)
-                got = jax.jit(variant)(x, weights[0]).astype(jnp.float32)
-                error = jnp.linalg.norm(got - wanted) / jnp.linalg.norm(wanted)
+                error = error_of(jax.jit(variant)(x, weights[0]), x, weights[0], shape)
             except Exception as failure:
                 message = str(failure).strip().splitlines() or [""]
                 print(json.dumps(record | dict(failed=f"{type(failure).__name__}: {message[0][:200]}")), flush=True)
@@ -146,7 +182,7 @@ def measure_all(name: str, rows: int, weights: list[jax.Array], variants: list[V
             net = us - glue_us
             record |= dict(
                 us=round(us, 2), glue_us=round(glue_us, 2), floor_us=round(floor_us, 2), ratio=round(net / floor_us, 3),
-                gb_per_s=round(shape.bytes / net / 1e3), error=float(error),
+                gb_per_s=round(shape.bytes / net / 1e3), error=error,
             )  # fmt: skip
             records.append(record)
             fields = ("tile", "splits", "cluster", "consumers", "block", "stages", "stagger")
@@ -169,37 +205,43 @@ def table_entry(shape: Shape, chosen: Config | None) -> str:
     return f"    ({shape.features}, {shape.inputs}, {shape.panels}, {shape.rows}): {value},"
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="layers whose name contains this")
-    parser.add_argument("--rows", default="1,16,64,128,256")
+    parser.add_argument("--rows", help="default 1,16,64,128,256; of draws the first four")
     parser.add_argument("--sweep", type=int, nargs="?", const=12, default=0, help="candidates a shape (default 12)")
+    parser.add_argument("--argmax", action="store_true", help="draw from a head; candidates by --sweep (default 6)")
+    parser.add_argument("--shape", choices=TARGETS, default="qwen3-8b", help="whose head")
     parser.add_argument("--skip-xla", action="store_true")
     parser.add_argument("--skip-ours", action="store_true", help="for machines without a Hopper GPU")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     device = jax.devices()[0].device_kind
     print(f"{device}, jax {jax.__version__}, XLA_FLAGS={os.environ.get('XLA_FLAGS', '')!r}", flush=True)
     best = []
-    for name in LAYERS:
-        if args.only not in name or (name == "tiny" and args.only != "tiny"):
-            continue
-        weights = make_weights(name)
-        for rows in (int(r) for r in args.rows.split(",")):
-            shape = shape_of(name, rows)
-            variants = [] if args.skip_xla else [Variant("xla", shape)]
-            if args.sweep:
-                variants += [Variant(f"ours-{i}", shape, c) for i, c in enumerate(variety(shape, args.sweep))]
-            elif not args.skip_ours:
-                variants.append(Variant("ours", shape, config.choose(shape)))
-            records = measure_all(name, rows, weights, variants)
-            if args.sweep and records:
+    rows_each = numbers(args.rows or ("1,16,64,128" if args.argmax else "1,16,64,128,256"))
+    names = [n for n in LAYERS if args.only in n and (n != "tiny" or args.only == "tiny")]
+    for name in [f"{args.shape}-head"] if args.argmax else names:
+        shape_with = functools.partial(head_of, args.shape) if args.argmax else functools.partial(shape_of, name)
+        weights = make_weights(name, shape_with(1))
+        for shape in map(shape_with, rows_each):
+            if args.argmax:
+                variants = draws(shape, 0 if args.skip_ours else args.sweep or 6)[args.skip_xla :]
+            else:
+                variants = [] if args.skip_xla else [Variant("xla", shape)]
+                if args.sweep:
+                    variants += [Variant(f"ours-{i}", shape, c) for i, c in enumerate(variety(shape, args.sweep))]
+                elif not args.skip_ours:
+                    variants.append(Variant("ours", shape, config.choose(shape)))
+            records = measure_all(name, shape, weights, variants)
+            if (args.sweep or args.argmax) and records:
                 fastest = min(records, key=lambda record: record["us"])
-                chosen = next(v.config for v in variants if v.name == fastest["implementation"])
+                chosen = next(v for v in variants if v.name == fastest["implementation"])
+                chosen = chosen.config if chosen.shape == shape else None
                 best.append(f"{table_entry(shape, chosen)}  # {fastest['ratio']:.2f} of the floor")
                 print(f"best: {best[-1].strip()}", flush=True)
         del weights
     if best:
-        print("\nMEASURED = {\n" + "\n".join(best) + "\n}")
+        print(f"\nMEASURED{'_ARGMAX' * args.argmax} = {{\n" + "\n".join(best) + "\n}")
 
 
 if __name__ == "__main__":

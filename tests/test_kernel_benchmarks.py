@@ -2,18 +2,20 @@
 
 import argparse
 import importlib.util
+import json
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import kernel_list, kernel_times, layer_chain, linear_chain
+from benchmarks import kernel_list, kernel_times, layer_chain, linear_chain, streaming_matmul
 from benchmarks._models import TARGETS
 from benchmarks.streaming_matmul import table_entry
 from ddtree_jax.models import layers
 from pallas_kernels.linear_chain.config import Config as LinearChainConfig
 from pallas_kernels.linear_chain.config import Cut, choose
 from pallas_kernels.streaming_matmul.config import MEASURED, Config, Shape
+from pallas_kernels.streaming_matmul.config import choose as choose_streaming
 
 
 @pytest.mark.parametrize("shape,mixer", [("tiny", "attention"), ("tiny-hybrid", "attention"), ("tiny-hybrid", "delta")])
@@ -32,6 +34,25 @@ def test_what_does_not_compile_is_told_and_is_never_the_best(capsys, monkeypatch
     best = layer_chain.sweep(target, 3, weights, {"o": products["o"]}, dict.fromkeys(products), 1)
     assert best["o"] is None
     assert "# failed" in capsys.readouterr().out
+
+
+def test_a_draw_by_xla_is_timed(capsys):
+    streaming_matmul.main(["--argmax", "--shape", "tiny", "--rows", "3"])  # too narrow for the kernel
+    _, timed, record, *_, entry, _ = capsys.readouterr().out.splitlines()
+    assert timed.split()[:3] == ["tiny-head", "3", "xla"] and "inf" not in timed
+    assert 0 <= json.loads(record)["error"] < 1e-4
+    assert entry.startswith("    (512, 64, 1, 3): None,")
+
+
+def test_variants_of_a_draw_lower_for_a_gpu():
+    shape = streaming_matmul.head_of("qwen3.6-27b", 16)
+    xla, matmul, *kernels = streaming_matmul.draws(shape, 2)
+    assert matmul.config == choose_streaming(matmul.shape) and kernels[0].config == choose_streaming(shape)
+    x, weight = (jax.ShapeDtypeStruct(dims, jnp.bfloat16) for dims in ((16, 5120), (248320, 5120)))
+    for variant, count in ((xla, 0), (matmul, 1), (kernels[0], 1)):
+        step = jax.jit(lambda x, weight, variant=variant: streaming_matmul.step(variant, x, weight))
+        text = step.trace(x, weight).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("custom_call @mosaic_gpu") == count
 
 
 def test_lines_of_the_table_read_back():

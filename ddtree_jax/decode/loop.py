@@ -253,10 +253,12 @@ class DecodeLoop:
         return self.target.apply({"params": params["target"]}, tokens, positions, ancestors, cache, taps)
 
     def _draw(self, params, request, hidden, depth, first_position, num_depths):
-        logits = self.target.apply({"params": params["target"]}, hidden, method=Decoder.logits)
+        params = {"params": params["target"]}
+        if not self.sample:
+            return self.target.apply(params, hidden, method=Decoder.greedy)
         return draw(
-            logits, depth, first_position=first_position, num_depths=num_depths, seeds=request.seeds,
-            temperature=request.temperature, sample=self.sample,
+            self.target.apply(params, hidden, method=Decoder.logits), depth, first_position=first_position,
+            num_depths=num_depths, seeds=request.seeds, temperature=request.temperature,
         )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
-"""The target's draws: argmax, or Gumbel-max in float32 keyed by (request seed, absolute position).
+"""The target's draws: Gumbel-max in float32 keyed by (request seed, absolute position).
 
 The noise of a position does not depend on the node, the tree or the batch, so the same seed draws the same text with
 every method (Gumbel-max: argmax(logits / temperature + G), G ~ Gumbel(0, 1), follows softmax(logits / temperature)).
+At temperature 0 there is none: `Decoder.greedy` draws.
 
 Shape letters: B slots, N nodes, P depths of a tree (root included), V vocabulary.
 """
@@ -30,7 +31,6 @@ def draw(
     num_depths: int,
     seeds: jax.Array,
     temperature: jax.Array,
-    sample: bool,
 ) -> jax.Array:
     """The target's own token at every node.
 
@@ -40,16 +40,13 @@ def draw(
       first_position: [B] int32, absolute position of the token drawn at the root.
       num_depths: P, how many positions the nodes span.
       seeds: [B] uint32.
-      temperature: [] float32, positive if `sample`.
-      sample: False takes the argmax and ignores seeds and temperature.
+      temperature: [] float32, positive.
 
     Returns:
       [B, N] int32. Of equal logits the smallest token id is taken. (Equal rows of the head need not give equal logits:
       the last bits of a matrix product may depend on its shape.)
     """
-    if sample:
-        positions = first_position[:, None] + jnp.arange(num_depths, dtype=jnp.int32)[None, :]
-        noise = position_noise(seeds, positions, logits.shape[-1])
-        noise = noise if num_depths == 1 else jnp.take_along_axis(noise, depth[:, :, None], axis=1)
-        logits = logits / temperature + noise
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    positions = first_position[:, None] + jnp.arange(num_depths, dtype=jnp.int32)[None, :]
+    noise = position_noise(seeds, positions, logits.shape[-1])
+    noise = noise if num_depths == 1 else jnp.take_along_axis(noise, depth[:, :, None], axis=1)
+    return jnp.argmax(logits / temperature + noise, axis=-1).astype(jnp.int32)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from ddtree_jax.config import TargetConfig
 from ddtree_jax.models.cache import KVCache, TreeKV
 from ddtree_jax.models.gated_delta import GatedDeltaNet
-from ddtree_jax.models.layers import MLP, Linear, RMSNorm, between_mixers, linear
+from ddtree_jax.models.layers import MLP, Linear, RMSNorm, between_mixers, largest, linear
 from ddtree_jax.models.moe import MoE
 from ddtree_jax.models.recurrent import RecurrentWeights, conv_rows
 from ddtree_jax.models.rope import rope_tables
@@ -193,8 +193,15 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., E] -> [..., V] float32, accumulated in float32."""
-        weight = (self.embed if self.config.tie_embeddings else self.lm_head).weight
-        return linear(hidden, weight, out_dtype=jnp.float32)
+        return linear(hidden, self._head, out_dtype=jnp.float32)
+
+    def greedy(self, hidden: jax.Array) -> jax.Array:
+        """[..., E] -> [...] int32, the token of the largest of `logits`, which need not be written for it."""
+        return largest(hidden, self._head)
+
+    @property
+    def _head(self) -> jax.Array:
+        return (self.embed if self.config.tie_embeddings else self.lm_head).weight
 
     def commit_weights(self) -> RecurrentWeights | None:
         """What a commit reads of the parameters; a loop makes it once, before its first turn."""

@@ -15,7 +15,14 @@ from jax import lax
 from pallas_kernels import choice, linear_chain
 from pallas_kernels.fused_norm import add_rms_norm, rms_norm
 from pallas_kernels.linear_chain import ChainWeights, Turns
-from pallas_kernels.streaming_matmul import PartialSums, partial_sums, runs_kernel, streaming_matmul, streaming_swiglu
+from pallas_kernels.streaming_matmul import (
+    PartialSums,
+    partial_sums,
+    runs_kernel,
+    streaming_argmax,
+    streaming_matmul,
+    streaming_swiglu,
+)
 
 # How products with a weight matrix are computed: "xla"; "mosaic_gpu" (all by `pallas_kernels.streaming_matmul`);
 # "chain" (all that `pallas_kernels.linear_chain` can take); None to choose by what was measured. Read while tracing:
@@ -59,6 +66,13 @@ def linear(
     if bias is not None:
         y = y + jnp.broadcast_to(bias, y.shape)
     return y
+
+
+def largest(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Which of x [..., I] times weight [O, I], in float32, is the largest, [...] int32; of equal ones the first."""
+    if _streams(x, weight, argmax=True):
+        return streaming_argmax(x, weight, implementation="mosaic_gpu", early_weights=True)
+    return jnp.argmax(linear(x, weight, out_dtype=jnp.float32), axis=-1).astype(jnp.int32)
 
 
 def swiglu(gate_up: jax.Array) -> jax.Array:

@@ -9,7 +9,7 @@ from scipy import stats
 from ddtree_jax.decode.sampling import draw
 
 
-def draw_one(logits, *, depth=0, position=5, depths=1, seeds, temperature=1.0, sample=True):
+def draw_one(logits, *, depth=0, position=5, depths=1, seeds, temperature=1.0):
     batch = len(seeds)
     return draw(
         jnp.broadcast_to(jnp.asarray(logits, jnp.float32)[None, None], (batch, 1, len(logits))),
@@ -18,7 +18,6 @@ def draw_one(logits, *, depth=0, position=5, depths=1, seeds, temperature=1.0, s
         num_depths=depths,
         seeds=jnp.asarray(seeds, jnp.uint32),
         temperature=jnp.float32(temperature),
-        sample=sample,
     )[:, 0]
 
 
@@ -47,10 +46,6 @@ def test_only_seed_and_position_matter():
     deep = draw_one(logits, seeds=seeds, position=5, depth=4, depths=8)
     np.testing.assert_array_equal(at_root, deep)
     assert len(set(np.asarray(at_root).tolist())) > 5
-
-
-def test_argmax_ignores_seeds_and_takes_the_first_of_ties():
-    assert draw_one([0.0, 3.0, 3.0], seeds=[1, 2], sample=False).tolist() == [1, 1]
 
 
 def test_draws_do_not_depend_on_the_batch_nor_on_the_default_generator():

@@ -76,6 +76,33 @@ def test_every_linear_layer_of_a_decoder_uses_the_kernel_if_asked(monkeypatch):
     assert products and all("batching_dims = [0, 1]" in line for line in products)
 
 
+def test_a_greedy_draw_is_the_first_of_the_largest_logits():
+    target = testing.tiny_target(hidden_size=64, num_layers=1, sliding_windows=(None,), tie_embeddings=True)
+    params = dict(target.params)
+    weight = params["embed"]["weight"]
+    half = weight.shape[0] // 2
+    params["embed"] = {"weight": weight.at[half : 2 * half].set(weight[:half])}  # each token's logit twice
+    hidden = jax.random.normal(jax.random.key(1), (2, 9, 64), weight.dtype)
+    decoder, variables = Decoder(target.config), {"params": params}
+    logits = decoder.apply(variables, hidden, method=Decoder.logits)
+    drawn = decoder.apply(variables, hidden, method=Decoder.greedy)
+    assert drawn.dtype == jnp.int32 and (drawn < half).all()
+    np.testing.assert_array_equal(drawn, jnp.argmax(logits, axis=-1))
+
+
+@pytest.mark.parametrize("matmul,kernels", [(None, 0), ("xla", 0), ("mosaic_gpu", 1), ("chain", 0)])
+def test_a_greedy_draw_writes_no_logits_where_the_kernel_does_it(monkeypatch, matmul, kernels):
+    monkeypatch.setattr(layers, "MATMUL", matmul)
+    x, weight = (jax.ShapeDtypeStruct(dims, jnp.bfloat16) for dims in ((2, 3, 256), (320, 256)))
+    traced = jax.jit(lambda x, weight: layers.largest(x, weight)).trace(x, weight)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == kernels and ("streaming_argmax" in text) == (kernels == 1)
+    assert ("x320xf32>" in text) == (kernels == 0)
+    with layers.differentiable():
+        text = jax.jit(lambda x, weight: layers.largest(x, weight)).trace(x, weight).lower().as_text()
+    assert "mosaic_gpu" not in text
+
+
 def test_products_between_mixers_are_one_kernel_if_asked(monkeypatch):
     monkeypatch.setattr(layers, "MATMUL", "chain")
     c = testing.tiny_target_config(
