@@ -193,7 +193,9 @@ class Rounds:
 
     def _shape_tree(self, candidates: jax.Array | None, scores: jax.Array, root: jax.Array) -> DraftTree:
         shape = self.loop.proposer.shape
-        return shape.build(scores, root) if candidates is None else shape.build_conditional(candidates, scores, root)
+        if candidates is not None:
+            return shape.build_conditional(candidates, scores, root)
+        return shape.build(*top_tokens(scores, shape.ranks(scores.shape[-1])), root)
 
     def _tree(self) -> DraftTree:
         """A tree as the proposer builds it, without a model."""

@@ -1,6 +1,7 @@
 """From the drafter's marginals to an accepted path, without the models: top-k, tree, acceptance.
 
   python -m benchmarks.tree_build [--vocab 151936] [--depth 15] [--nodes 16,32,64,128,256]
+  python -m benchmarks.tree_build --nodes 64,256 --blocks "" 32 16,16 auto --select top_k counting counting,repeated
 
 Times are microseconds of one call inside a device loop; the floor of the top-k is one read of the marginals. Runs
 anywhere; figures are worth something on a GPU.
@@ -15,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import _timing
-from ddtree_jax.tree import accept, build_from_top, build_tree, top_tokens
+from ddtree_jax.tree import accept, build_from_top, build_tree, top_log_probs, top_tokens
+from ddtree_jax.tree.select import SELECTIONS, Search, gpu_search
 
 
 def marginals(depth: int, vocab: int) -> jax.Array:
@@ -36,6 +38,17 @@ def measure(call, *operands, iterations: int) -> float:
     return _timing.time_loop_us(loop, jnp.float32(0), [operands], iterations)
 
 
+def searches(args: argparse.Namespace, k: int) -> dict[str, Search | None]:
+    """The ways to find k tokens, by name: the default, and each of `--blocks` with each of `--select`."""
+    found: dict[str, Search | None] = {"default": None}
+    for text in args.blocks:
+        auto = gpu_search(args.vocab, k).blocks
+        blocks = auto if text == "auto" else tuple(int(n) for n in text.split(",") if n)
+        for select in args.select:
+            found[f"{','.join(map(str, blocks)) or 'row'} {select}"] = Search(blocks, tuple(select.split(",")))
+    return found
+
+
 def rows(args: argparse.Namespace):
     """One row a width."""
     log_probs = marginals(args.depth, args.vocab)
@@ -50,9 +63,10 @@ def rows(args: argparse.Namespace):
         yield {
             "nodes": nodes,
             **{
-                f"top_tokens_us_{c}_chunks": run(lambda shift, p: top_tokens(p + shift, k, chunks=c), log_probs)  # noqa: B023
-                for c in (int(c) for c in args.chunks.split(","))
+                f"top_tokens_us {name}": run(lambda shift, p: top_tokens(p + shift, k, search=s), log_probs)  # noqa: B023
+                for name, s in searches(args, k).items()
             },
+            "top_log_probs_us": run(lambda shift, p: top_log_probs(p + shift, k), log_probs),  # noqa: B023
             "build_from_top_us": run(lambda shift, p, t: build_from_top(p + shift, t, nodes), *top),  # noqa: B023
             "build_tree_us": run(lambda shift, p: build_tree(p + shift, nodes), log_probs),  # noqa: B023
             "accept_us": run(
@@ -67,9 +81,19 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--depth", type=int, default=15)
     parser.add_argument("--nodes", default="16,32,64,128,256")
-    parser.add_argument("--chunks", default="1", help="pieces of the vocabulary in the top-k, several to compare")
+    parser.add_argument(
+        "--blocks", nargs="*", default=[], help='widths of blocks, several to compare: "" the whole row, 32,32, auto'
+    )
+    parser.add_argument(
+        "--select",
+        nargs="+",
+        default=["counting"],
+        help=f"how lists are searched, several: one of {', '.join(SELECTIONS)}; or one a level, values first",
+    )
     parser.add_argument("--iterations", type=int, default=50)
     args = parser.parse_args()
+    if unknown := {name for names in args.select for name in names.split(",")} - set(SELECTIONS):
+        parser.error(f"--select must be of {', '.join(SELECTIONS)}, got {', '.join(sorted(unknown))}")
     print(f"{jax.devices()[0].device_kind}, L = {args.depth}, V = {args.vocab}, microseconds")
     for row in rows(args):
         print(json.dumps({k: round(v, 1) for k, v in row.items()}), flush=True)

@@ -18,7 +18,7 @@ from ddtree_jax.tree.draft_tree import (
 )
 from ddtree_jax.tree.draw import format_tree, plot_tree
 from ddtree_jax.tree.pool import tree_from_pool
-from ddtree_jax.tree.select import sorted_largest, top_tokens
+from ddtree_jax.tree.select import sorted_largest, top_log_probs, top_tokens
 from ddtree_jax.tree.static import fill_layout, static_layout, static_tree
 from ddtree_jax.tree.trie import trie_tree
 
@@ -53,6 +53,7 @@ __all__ = [
     "static_bits",
     "static_layout",
     "static_tree",
+    "top_log_probs",
     "top_tokens",
     "tree_from_pool",
     "trie_tree",

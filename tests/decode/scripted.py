@@ -28,8 +28,10 @@ class Conditional:
     def depths(self, drafted):
         return self.shape.depths(drafted)
 
-    def build(self, log_probs, root):
-        values, tokens = top_tokens(log_probs, self.candidates)
+    def ranks(self, vocab_size):
+        return self.candidates
+
+    def build(self, values, tokens, root):
         pairs = 0.3 * jax.random.normal(jax.random.key(3), (*tokens.shape[1:], self.candidates), jnp.float32)
         pairs = jnp.broadcast_to(pairs[None], (tokens.shape[0], *pairs.shape))
         return self.shape.build_conditional(tokens, log_conditionals(values, pairs), root)
@@ -80,7 +82,7 @@ class Scripted:
         return jax.vmap(one)(script, position)
 
     def propose(self, params, target_params, cache, root):
-        return self.shape.build(self.log_probs(params, cache), root)
+        return self.shape.build(*top_tokens(self.log_probs(params, cache), self.shape.ranks(self.vocab_size)), root)
 
     def absorb(self, params, target_params, cache, rows):
         return cache + rows.count

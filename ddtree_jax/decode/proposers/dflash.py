@@ -22,7 +22,7 @@ from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
 from ddtree_jax.models.dflash import DFlash
 from ddtree_jax.models.selector import log_conditionals
-from ddtree_jax.tree import DraftTree, top_tokens
+from ddtree_jax.tree import DraftTree, top_log_probs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,8 @@ class DFlashProposer:
 
     def log_probs(self, params: Any, target_params: Any, cache: KVCache, root: jax.Array) -> jax.Array:
         """The drafter's marginals, [B, L, V] float32."""
-        return self._marginals(params, target_params, self._hidden(params, target_params, cache, root))
+        hidden = self._hidden(params, target_params, cache, root)
+        return jax.nn.log_softmax(self._logits(params, target_params, hidden), axis=-1)
 
     def conditionals(
         self, params: Any, target_params: Any, cache: KVCache, root: jax.Array
@@ -70,8 +71,7 @@ class DFlashProposer:
         """Of DFlash 2: candidates [B, L, K] int32, and the log probability of each after each of the depth before,
         [B, L, K, K] float32."""
         hidden = self._hidden(params, target_params, cache, root)
-        marginals = self._marginals(params, target_params, hidden)
-        log_prob, tokens = top_tokens(marginals, self.config.max_candidates)
+        log_prob, tokens = top_log_probs(self._logits(params, target_params, hidden), self.config.max_candidates)
         pairs = DFlash(self.config).apply({"params": params}, hidden, tokens, root, method=DFlash.pairs)
         return tokens, log_conditionals(log_prob, pairs)
 
@@ -92,7 +92,8 @@ class DFlashProposer:
         # All slots are drafted together, as the drafter was trained; only those that the tree uses need logits.
         return hidden[:, : self.shape.depths(self.depth)]
 
-    def _marginals(self, params: Any, target_params: Any, hidden: jax.Array) -> jax.Array:
+    def _logits(self, params: Any, target_params: Any, hidden: jax.Array) -> jax.Array:
+        """[B, L, E] -> [B, L, V] float32."""
         c = self.config
         if c.own_head:
             logits = DFlash(c).apply({"params": params}, hidden, method=DFlash.logits)
@@ -102,12 +103,13 @@ class DFlashProposer:
         logits = logits * c.output_multiplier
         if c.logit_softcap is not None:
             logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
-        return jax.nn.log_softmax(logits, axis=-1)
+        return logits
 
     def propose(self, params: Any, target_params: Any, cache: KVCache, root: jax.Array) -> DraftTree:
         if self.config.selector_rank:
             return self.shape.build_conditional(*self.conditionals(params, target_params, cache, root), root)
-        tree = self.shape.build(self.log_probs(params, target_params, cache, root), root)
+        logits = self._logits(params, target_params, self._hidden(params, target_params, cache, root))
+        tree = self.shape.build(*top_log_probs(logits, self.shape.ranks(logits.shape[-1])), root)
         if self.config.draft_vocab_size is None:
             return tree
         drafted = DFlash(self.config).apply({"params": params}, tree.tokens, method=DFlash.target_ids)

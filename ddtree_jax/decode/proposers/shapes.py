@@ -2,26 +2,24 @@
 
 Shared by all drafters that give such marginals or conditionals.
 
-Shape letters: B slots, N nodes, L draft depth, V vocabulary, K candidates.
+Shape letters: B slots, N nodes, L draft depth, V vocabulary, R ranks, K candidates.
 """
 
 import dataclasses
 from typing import Protocol
 
 import jax
-import jax.numpy as jnp
 
 from ddtree_jax.tree import (
     Choices,
     DraftTree,
-    build_tree,
+    build_from_top,
     chain_tree,
     conditional_chain,
     conditional_static_tree,
     conditional_tree,
     static_layout,
     static_tree,
-    top_tokens,
 )
 
 
@@ -31,8 +29,12 @@ class Shape(Protocol):
     def depths(self, drafted: int) -> int:
         """Depths that the tree can use of the `drafted` ones."""
 
-    def build(self, log_probs: jax.Array, root: jax.Array) -> DraftTree:
-        """The tree below `root` [B] from log_probs [B, L, V] float32, L = depths(...)."""
+    def ranks(self, vocab_size: int) -> int:
+        """R, the most probable tokens of a depth that the tree can use."""
+
+    def build(self, log_prob: jax.Array, tokens: jax.Array, root: jax.Array) -> DraftTree:
+        """The tree below `root` [B] from log_prob [B, L, R] float32 and tokens [B, L, R] int32, best first (by
+        `top_tokens`), L = depths(...) and R = ranks(...)."""
 
     def build_conditional(self, tokens: jax.Array, log_conditional: jax.Array, root: jax.Array) -> DraftTree:
         """The tree from candidates [B, L, K] int32 and their conditionals [B, L, K, K] (`conditional_tree`)."""
@@ -45,8 +47,11 @@ class Chain:
     def depths(self, drafted: int) -> int:
         return drafted
 
-    def build(self, log_probs: jax.Array, root: jax.Array) -> DraftTree:
-        return chain_tree(jnp.argmax(log_probs, axis=-1).astype(jnp.int32), jnp.max(log_probs, axis=-1), root)
+    def ranks(self, vocab_size: int) -> int:
+        return 1
+
+    def build(self, log_prob: jax.Array, tokens: jax.Array, root: jax.Array) -> DraftTree:
+        return chain_tree(tokens[..., 0], log_prob[..., 0], root)
 
     def build_conditional(self, tokens: jax.Array, log_conditional: jax.Array, root: jax.Array) -> DraftTree:
         return conditional_chain(tokens, log_conditional, root)
@@ -61,8 +66,11 @@ class MostProbable:
     def depths(self, drafted: int) -> int:
         return min(drafted, self.num_nodes - 1)
 
-    def build(self, log_probs: jax.Array, root: jax.Array) -> DraftTree:
-        return build_tree(log_probs, self.num_nodes, root_tokens=root)
+    def ranks(self, vocab_size: int) -> int:
+        return max(1, min(self.num_nodes - 1, vocab_size))
+
+    def build(self, log_prob: jax.Array, tokens: jax.Array, root: jax.Array) -> DraftTree:
+        return build_from_top(log_prob, tokens, self.num_nodes, root)
 
     def build_conditional(self, tokens: jax.Array, log_conditional: jax.Array, root: jax.Array) -> DraftTree:
         return conditional_tree(tokens, log_conditional, self.num_nodes, root)
@@ -77,9 +85,12 @@ class Static:
     def depths(self, drafted: int) -> int:
         return len(static_layout(self.choices).widths)
 
-    def build(self, log_probs: jax.Array, root: jax.Array) -> DraftTree:
+    def ranks(self, vocab_size: int) -> int:
         # One selection as wide as the widest depth: launching another costs more than ranks that nobody reads.
-        return static_tree(*top_tokens(log_probs, max(static_layout(self.choices).widths)), self.choices, root)
+        return max(static_layout(self.choices).widths)
+
+    def build(self, log_prob: jax.Array, tokens: jax.Array, root: jax.Array) -> DraftTree:
+        return static_tree(log_prob, tokens, self.choices, root)
 
     def build_conditional(self, tokens: jax.Array, log_conditional: jax.Array, root: jax.Array) -> DraftTree:
         return conditional_static_tree(tokens, log_conditional, self.choices, root)

@@ -22,7 +22,7 @@ from ddtree_jax.models.decoder import Decoder
 from ddtree_jax.models.eagle3 import Eagle3
 from ddtree_jax.models.mtp import MTP
 from ddtree_jax.models.step_drafter import DraftRows
-from ddtree_jax.tree import DraftTree, gather_path, top_tokens
+from ddtree_jax.tree import DraftTree, gather_path, top_log_probs
 
 
 @flax.struct.dataclass
@@ -100,8 +100,7 @@ class StepProposer:
             hidden, context, rows = self._apply(
                 params, embeddings, gather_path(state.context, parents), positions, cache.rows, state.rows, seen
             )
-            log_probs = jax.nn.log_softmax(self._logits(params, target_params, hidden), axis=-1)
-            value, drafted = top_tokens(log_probs, ranks)
+            value, drafted = top_log_probs(self._logits(params, target_params, hidden), ranks)
             drafted = self._apply(params, drafted, method="token_ids") if self.config.own_head else drafted
             return value, drafted, _Step(state.position + 1, context, seen, rows)
 
