@@ -111,6 +111,13 @@ def measure_us(chain: Chain, sizes: list[Config], operands: dict[str, jax.Array]
         ]
 
 
+def _has_cpu() -> bool:
+    try:
+        return bool(jax.local_devices(backend="cpu"))
+    except RuntimeError:
+        return False
+
+
 def trace(chain: Chain, config: Config, operands: dict[str, jax.Array]) -> list[str]:
     """Lines of when the phases of one launch began and ended, after some that warm up."""
     stream = normal(jax.random.key(1), (chain.rows, chain.hidden), jnp.dtype(chain.dtype), 1.0)
@@ -156,6 +163,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sizes", action="append", type=parse_sizes, help="time these too; may be given often")
     parser.add_argument("--trace", action="store_true", help="print when the phases of one launch begin and end")
     args = parser.parse_args(arguments)
+    if args.trace and not _has_cpu():
+        parser.error("--trace hands the clocks to a callback on the CPU: JAX_PLATFORMS must name cpu too, as cuda,cpu")
     for rows in args.rows:
         chain = make_chain(TARGETS[args.shape], args.mixer, rows)
         sizes = candidates(chain)[: args.sweep]
