@@ -11,6 +11,7 @@ NOTEBOOK = Path(__file__).parents[1] / "notebooks" / "quickstart.ipynb"
 
 # The kernel's own libraries, not ours: event loops and sockets that they leave to the garbage collector.
 @pytest.mark.filterwarnings("default")
+@pytest.mark.slow
 def test_quickstart(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.delenv("MPLBACKEND", raising=False)

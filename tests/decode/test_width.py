@@ -177,6 +177,7 @@ def test_long_paths_in_trees_of_every_width(pair):
     assert all(n <= width for width, lengths in accepted.items() for n in lengths)
 
 
+@SLOW
 def test_costs_are_measured_once_and_kept(pair, cache_folder, monkeypatch):
     config = dt.DecodeConfig(num_nodes="auto", widths=(2, 4), max_new_tokens=8)
     measured = []

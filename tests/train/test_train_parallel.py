@@ -34,6 +34,7 @@ def test_a_step_on_two_devices_is_the_step_on_one(loss):
     assert results[0][1]["labels"].sum() > 0
 
 
+@pytest.mark.slow
 def test_a_run_on_two_devices_scores_and_resumes(tmp_path):
     rows, held = tiny_rows(6), {"held": tiny_rows(3, seed=9)}
     config = tiny_config(devices=2, steps=4, checkpoint_every=2)
