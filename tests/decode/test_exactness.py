@@ -77,7 +77,7 @@ FIRST_STAGE = {
     ("lookup", 2): (0.0,),
     ("lookup_tree", 16): (0.7,),
 }
-FIRST_STAGE_OF_OTHERS = {("ddtree", 16): (1.0,)}  # targets that are not dense
+FIRST_STAGE_OF_HYBRID = {("ddtree", 16): (1.0,)}
 SECOND_STAGE = [("best_path", 2), ("lookup_tree", 64), ("ddtree", 2), ("ddtree", 64), ("ddtree", 256)]
 
 
@@ -88,7 +88,7 @@ def combinations():
             continue  # a batch of three holds one of one; alone it has a program of its own, tried once a method
         if kind != "dense" and temperature == 0.7:
             continue
-        stage = FIRST_STAGE if kind == "dense" else FIRST_STAGE_OF_OTHERS
+        stage = {"dense": FIRST_STAGE, "hybrid": FIRST_STAGE_OF_HYBRID}.get(kind, {})
         fast = batch == 3 and temperature in stage.get(case, ())
         yield pytest.param(kind, *case, batch, temperature, marks=() if fast else SLOW)
 

@@ -119,6 +119,7 @@ def pair(folder):
     return ["--target", str(folder / "target"), "--drafter", str(folder / "drafter")]
 
 
+@pytest.mark.slow
 def test_file_and_its_use(tiny_checkpoints, prompts, tmp_path, capsys):
     out = tmp_path / "tree.json"
     args = ["--prompts", str(prompts), "--max-new-tokens", "24", "--temperature", "1", "--seed", "3"]

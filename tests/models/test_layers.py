@@ -183,7 +183,7 @@ def assert_same_pass(got, wanted):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter runs on the CPU")
-@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize("nodes", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_pass_of_interpreted_products_means_what_a_pass_of_xla_means(monkeypatch, nodes):
     """Sums that blocks leave to each other, splits added on the way, norms and rotations: the wiring of the kernels."""
     run = dense_pass(nodes)
