@@ -30,7 +30,7 @@ from ddtree_jax.decode.state import DecodeState, Request
 from ddtree_jax.decode.width import RoundCosts
 from ddtree_jax.models.abstract import abstract_params
 from ddtree_jax.models.selector import log_conditionals
-from ddtree_jax.tree import DraftTree, accept, top_tokens
+from ddtree_jax.tree import DraftTree, accept, top_log_probs
 
 _OUTPUT_ROWS = 64
 
@@ -122,7 +122,7 @@ class Rounds:
 
     def _draft(self, params, state: DecodeState, root: jax.Array) -> jax.Array:
         proposer = self.loop.proposer
-        scores = proposer.conditionals if proposer.config.selector_rank else proposer.log_probs
+        scores = proposer.conditionals if proposer.config.selector_rank else proposer.logits
         scores = scores(params["drafter"], params["target"], state.drafter_cache, root)
         # All of them, as the tree build needs them.
         some = jax.tree.leaves(lax.optimization_barrier(scores))[0][:, 0, 0]
@@ -187,7 +187,7 @@ class Rounds:
         log_probs = jax.jit(marginals, static_argnums=(0, 1))(proposer.max_path - 1, self._vocab)
         if not proposer.config.selector_rank:
             return None, log_probs
-        log_prob, candidates = top_tokens(log_probs, proposer.config.max_candidates)
+        log_prob, candidates = top_log_probs(log_probs, proposer.config.max_candidates)
         pairs = jax.random.normal(jax.random.key(3), (*log_prob.shape, log_prob.shape[-1]), jnp.float32)
         return candidates, log_conditionals(log_prob, pairs)
 
@@ -195,7 +195,7 @@ class Rounds:
         shape = self.loop.proposer.shape
         if candidates is not None:
             return shape.build_conditional(candidates, scores, root)
-        return shape.build(*top_tokens(scores, shape.ranks(scores.shape[-1])), root)
+        return shape.build(*top_log_probs(scores, shape.ranks(scores.shape[-1])), root)
 
     def _tree(self) -> DraftTree:
         """A tree as the proposer builds it, without a model."""

@@ -173,3 +173,10 @@ def test_wrong_arguments_are_said(capsys, monkeypatch, run, arguments, message):
     with pytest.raises(SystemExit):
         run(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_a_trace_without_a_cpu_is_refused(capsys, monkeypatch):
+    monkeypatch.setattr(linear_chain, "_has_cpu", lambda: False)
+    with pytest.raises(SystemExit):
+        linear_chain.main(["--trace"])
+    assert "JAX_PLATFORMS must name cpu too" in capsys.readouterr().err

@@ -60,8 +60,8 @@ def gpu_search(size: int, k: int) -> Search:
 def top_tokens(log_probs: jax.Array, k: int, *, search: Search | None = None) -> tuple[jax.Array, jax.Array]:
     """The k most probable tokens of every depth, best first; NaN counts as probability 0.
 
-    Which of several exactly equal tokens is taken, and their order, is unspecified (a stable selection sorts the
-    vocabulary on GPUs); any choice gives a tree of equal probability, and none changes the committed text.
+    Which of several exactly equal tokens is taken, and their order, is unspecified, since it depends on the search; any
+    choice gives a tree of equal probability, and none changes the committed text.
 
     Args:
       log_probs: [B, L, V] float32.

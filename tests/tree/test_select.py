@@ -26,7 +26,7 @@ SEARCHES = [
 
 
 @pytest.mark.parametrize("search", SEARCHES)
-@pytest.mark.parametrize("k", [1, 7, FAST_TOP_K + 1, 1000])
+@pytest.mark.parametrize("k", [1, 7, FAST_TOP_K, FAST_TOP_K + 1, 300, 1000])
 def test_top_tokens_match_a_sort(k, search):
     rng = np.random.default_rng(k)
     log_probs = -rng.permuted(np.tile(np.arange(1000, dtype=np.float32), (2, 3, 1)), axis=2)  # no ties

@@ -62,8 +62,11 @@ class DFlashProposer:
 
     def log_probs(self, params: Any, target_params: Any, cache: KVCache, root: jax.Array) -> jax.Array:
         """The drafter's marginals, [B, L, V] float32."""
-        hidden = self._hidden(params, target_params, cache, root)
-        return jax.nn.log_softmax(self._logits(params, target_params, hidden), axis=-1)
+        return jax.nn.log_softmax(self.logits(params, target_params, cache, root), axis=-1)
+
+    def logits(self, params: Any, target_params: Any, cache: KVCache, root: jax.Array) -> jax.Array:
+        """The same before they are normalised."""
+        return self._logits(params, target_params, self._hidden(params, target_params, cache, root))
 
     def conditionals(
         self, params: Any, target_params: Any, cache: KVCache, root: jax.Array
@@ -108,7 +111,7 @@ class DFlashProposer:
     def propose(self, params: Any, target_params: Any, cache: KVCache, root: jax.Array) -> DraftTree:
         if self.config.selector_rank:
             return self.shape.build_conditional(*self.conditionals(params, target_params, cache, root), root)
-        logits = self._logits(params, target_params, self._hidden(params, target_params, cache, root))
+        logits = self.logits(params, target_params, cache, root)
         tree = self.shape.build(*top_log_probs(logits, self.shape.ranks(logits.shape[-1])), root)
         if self.config.draft_vocab_size is None:
             return tree
