@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ddtree_jax.config import AUTO, DecodeConfig
 from ddtree_jax.decode import run as device
-from ddtree_jax.decode.plan import make_plan
+from ddtree_jax.decode.plan import Plan, make_plan
 from ddtree_jax.decode.state import DecodeState
 from ddtree_jax.loading import Drafter, Target
 from ddtree_jax.prepare import inputs, prepare
@@ -76,21 +76,10 @@ def generate(
     done: list[DecodeState] = []
     seconds = compile_seconds = 0.0
     for first in range(0, len(encoded), plan.batch):
-        began = time.perf_counter()
-        args = inputs(target, drafter, plan, encoded, first, config.temperature)
-        measuring = time.perf_counter() - began if plan.loop.widths and first == 0 else 0.0
-        call, compiling = device.executable(device.run, plan.loop, *args)
-        if compiling:
-            compiling += measuring + _first_run(call, args)
-            args = inputs(target, drafter, plan, encoded, first, config.temperature)  # the state was donated
-        jax.block_until_ready(args)
-        began = time.perf_counter()
-        state = call(*args)
-        # Caches go back to the device at once; only tokens and counts come to the host.
-        state = jax.device_get(state.replace(target_cache=None, drafter_cache=None))
-        seconds += time.perf_counter() - began
-        compile_seconds += compiling
+        state, took, compiling = _decode_batch(target, drafter, plan, encoded, first, config.temperature)
         done.append(state)
+        seconds += took
+        compile_seconds += compiling
 
     tokens, accepted, rounds, widths, reasons = [], [], [], [], []
     for i in range(len(encoded)):
@@ -107,6 +96,34 @@ def generate(
     return Generation(
         tokens, text, accepted, rounds, widths or None, reasons, lengths, seconds, compile_seconds
     )  # fmt: skip
+
+
+def _decode_batch(
+    target: Target, drafter: Drafter | None, plan: Plan, encoded: Sequence[Sequence[int]], first: int,
+    temperature: float,
+) -> tuple[DecodeState, float, float]:  # fmt: skip
+    """Decodes the batch that begins at prompt `first`.
+
+    All its arrays are gone when it returns, so those of the next batch lie where they lay: CUDA graphs hold addresses,
+    and would have to be written anew for others.
+
+    Returns:
+      the last state without caches, on the host; seconds of the call; seconds of compiling and measuring before it.
+    """
+    began = time.perf_counter()
+    args = inputs(target, drafter, plan, encoded, first, temperature)
+    measuring = time.perf_counter() - began if plan.loop.widths and first == 0 else 0.0
+    call, compiling = device.executable(device.run, plan.loop, *args)
+    if compiling:
+        compiling += measuring + _first_run(call, args)
+        del args  # the state was donated
+        args = inputs(target, drafter, plan, encoded, first, temperature)
+    jax.block_until_ready(args)
+    began = time.perf_counter()
+    state = call(*args)
+    # Caches go back to the device at once; only tokens and counts come to the host.
+    state = jax.device_get(state.replace(target_cache=None, drafter_cache=None))
+    return state, time.perf_counter() - began, compiling
 
 
 def _first_run(call, args) -> float:

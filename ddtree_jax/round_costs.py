@@ -29,9 +29,9 @@ from ddtree_jax.models import layers
 
 CACHE_VARIABLE = "DDTREE_JAX_CACHE"
 _REPEATS = 4
-_MOST_ROUNDS = 8
+_MOST_ROUNDS = 17
 _PROHIBITIVE = 1e9
-_FORMAT = 1
+_FORMAT = 2
 
 _known: dict[str, RoundCosts] = {}
 
@@ -65,11 +65,15 @@ def round_costs(plan: Plan, params: Any) -> RoundCosts:
 
 
 def measure(plan: Plan, params: Any) -> RoundCosts:
-    """Times rounds of each width at a short and at a long context of the plan's cache; see `round_costs`."""
+    """Times rounds of each width at a short and at a long context of the plan's cache; see `round_costs`.
+
+    A call has costs of its own, which widths share (a small model's are those of a round or two): what counts is what
+    more rounds add to a call of one.
+    """
     loop, path, widths = plan.loop, plan.loop.proposer.max_path, range(len(plan.loop.widths))
     params = loop.prepare(params)  # as a stream has them, so that it finds the same program compiled
-    rounds = max(1, min(_MOST_ROUNDS, plan.cache_rows // path))
-    longest = plan.cache_rows - rounds * path
+    rounds = max(2, min(_MOST_ROUNDS, plan.cache_rows // path))
+    longest = max(0, plan.cache_rows - rounds * path)
     contexts = sorted({longest // 8, longest})
     request = Request(
         limit=np.full(plan.batch, np.iinfo(np.int32).max, np.int32),
@@ -78,8 +82,8 @@ def measure(plan: Plan, params: Any) -> RoundCosts:
         temperature=np.float32(1),
     )
 
-    def seconds(width: int, context: int) -> float:
-        """Of a round, in a call of several."""
+    def seconds(width: int, context: int, rounds: int) -> float:
+        """Of a call."""
         prices = np.where(np.arange(len(widths)) == width, 1, _PROHIBITIVE).astype(np.float32)
         priced = jax.device_put(request.replace(costs=RoundCosts(np.zeros(1, np.float32), prices[None])))
         state = at_context(_noisy_state(loop, plan.batch, plan.cache_rows, plan.output_rows), context)
@@ -88,11 +92,18 @@ def measure(plan: Plan, params: Any) -> RoundCosts:
         jax.block_until_ready(args)
         began = time.perf_counter()
         jax.block_until_ready(call(*args))
-        return (time.perf_counter() - began) / rounds
+        return time.perf_counter() - began
 
     # In turn, so that what disturbs the machine for a while disturbs no width alone. The first runs warm up.
-    runs = [[[seconds(width, context) for width in widths] for context in contexts] for _ in range(1 + _REPEATS)]
-    return RoundCosts(np.array(contexts, np.float32), np.min(np.array(runs[1:], np.float32), axis=0))
+    runs = [
+        [[[seconds(width, context, n) for n in (1, rounds)] for width in widths] for context in contexts]
+        for _ in range(1 + _REPEATS)
+    ]
+    one, all_rounds = np.moveaxis(np.min(runs[1:], axis=0), -1, 0)
+    more = all_rounds - one
+    # Where a machine was disturbed for all but the short calls.
+    costs = np.where(more > 0, more / (rounds - 1), all_rounds / rounds)
+    return RoundCosts(np.array(contexts, np.float32), costs.astype(np.float32))
 
 
 _noisy_state = jax.jit(noisy_state, static_argnums=(0, 1, 2, 3))

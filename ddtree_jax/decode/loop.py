@@ -21,7 +21,7 @@ from jax import lax
 from ddtree_jax.decode.proposers import Proposer, TextRows
 from ddtree_jax.decode.sampling import draw
 from ddtree_jax.decode.state import DecodeState, Request, clip_commit, write_rows
-from ddtree_jax.decode.width import Calibration, best_width, observe, promises
+from ddtree_jax.decode.width import Calibration, Reach, best_width, observe, promises
 from ddtree_jax.models.cache import KVCache, PathRows, append_rows, commit_rows, path_rows
 from ddtree_jax.models.decoder import Decoder, TargetPass
 from ddtree_jax.tree import Acceptance, DraftTree, accept, first_nodes, gather_path, only_first, static_bits
@@ -106,6 +106,7 @@ class DecodeLoop:
             done=jnp.zeros((batch,), bool),
             widths=zeros(batch, output_rows) if self.widths else None,
             calibration=Calibration.empty(self.widths) if self.widths else None,
+            reach=Reach.empty() if self.widths else None,
         )
 
     def prepare(self, params: Any) -> Any:
@@ -215,6 +216,7 @@ class DecodeLoop:
         state = state.replace(
             widths=write_rows(state.widths, width[:, None], state.rounds),
             calibration=observe(state.calibration, self.widths, chosen, promised, kept.walk, ~state.done),
+            reach=state.reach.after(chosen),
         )
         return self.commit(params, request, state, kept)
 
@@ -233,13 +235,17 @@ class DecodeLoop:
         return lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]
 
     def _propose(self, params, state):
-        return self.proposer.propose(params["drafter"], params["target"], state.drafter_cache, state.root)
+        given = params["drafter"], params["target"], state.drafter_cache, state.root
+        if self.widths:
+            return self.proposer.propose_within(*given, self.widths, state.reach.drafted(self.widths))
+        return self.proposer.propose(*given)
 
     def _choose(self, request, state, tree):
         """(index of the width to verify, promises of the segments)."""
         promised = promises(tree, self.widths, ~state.done)
         length = state.target_cache.length
-        return best_width(promised, state.calibration, request.costs, length, ~state.done), promised
+        drafted = state.reach.drafted(self.widths)
+        return best_width(promised, state.calibration, request.costs, length, ~state.done, drafted), promised
 
     def _absorb(self, params, drafter_cache, rows):
         return self.proposer.absorb(params["drafter"], params["target"], drafter_cache, rows)

@@ -13,6 +13,7 @@ from ddtree_jax.tree.draft_tree import (
     first_nodes,
     num_words,
     only_first,
+    padded,
     static_bits,
     unpack_ancestors,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "gather_path_rows",
     "num_words",
     "only_first",
+    "padded",
     "parse_choices",
     "plot_tree",
     "rank_hits",

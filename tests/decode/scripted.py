@@ -84,6 +84,9 @@ class Scripted:
     def propose(self, params, target_params, cache, root):
         return self.shape.build(*top_tokens(self.log_probs(params, cache), self.shape.ranks(self.vocab_size)), root)
 
+    def propose_within(self, params, target_params, cache, root, widths, number):
+        return self.propose(params, target_params, cache, root)
+
     def absorb(self, params, target_params, cache, rows):
         return cache + rows.count
 

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,13 @@ from scripted import Scripted, scripted_run
 import ddtree_jax as dt
 from ddtree_jax import round_costs, testing
 from ddtree_jax.decode.plan import make_plan
-from ddtree_jax.decode.proposers import MostProbable
-from ddtree_jax.decode.width import Calibration, RoundCosts, best_width, observe, promises
-from ddtree_jax.tree import Acceptance, build_tree, first_nodes, only_first, unpack_ancestors
+from ddtree_jax.decode.proposers import DFlashProposer, MostProbable
+from ddtree_jax.decode.width import Calibration, Reach, RoundCosts, best_width, observe, promises
+from ddtree_jax.models.decoder import Decoder
+from ddtree_jax.tree import Acceptance, build_tree, first_nodes, only_first, padded, unpack_ancestors
 
 WIDTHS = (4, 8, 32)
+LOOK = 8
 PROMPTS = [[3, 1, 4, 1, 5], [9] * 19, [2, 7]]
 KINDS = {
     "dense": dict(num_layers=2),
@@ -57,6 +60,7 @@ def test_the_first_nodes_are_the_narrower_tree():
         jax.tree.map(np.testing.assert_array_equal, first_nodes(wide, width), narrow)
         masked = only_first(wide, jnp.int32(width))
         jax.tree.map(np.testing.assert_array_equal, first_nodes(masked, width), narrow)
+        jax.tree.map(np.testing.assert_array_equal, padded(narrow, 40), masked)
         assert masked.size.tolist() == [width, width]
         alone = np.asarray(unpack_ancestors(masked))[:, width:]
         np.testing.assert_array_equal(alone, np.broadcast_to(np.eye(40, dtype=bool)[width:], alone.shape))
@@ -80,7 +84,9 @@ def test_the_choice_is_the_full_argmax(seed):
     calibration = Calibration(*jnp.asarray(rng.uniform(0, 20, (2, 3)), jnp.float32))
     costs = RoundCosts(jnp.array([100.0, 1000.0]), jnp.asarray(rng.uniform(0.5, 2, (2, 3)), jnp.float32))
     promised = promises(tree, WIDTHS, jnp.asarray(active))
-    got = int(best_width(promised, calibration, costs, jnp.asarray(length), jnp.asarray(active)))
+    drafted = int(rng.integers(3))
+    given = promised, calibration, costs, jnp.asarray(length), jnp.asarray(active)
+    got = int(best_width(*given, jnp.int32(drafted)))
 
     probability = np.exp(np.asarray(tree.log_prob, np.float64)) * active[:, None]
     edges = [1, *WIDTHS]
@@ -90,7 +96,7 @@ def test_the_choice_is_the_full_argmax(seed):
     tokens = active.sum() + np.cumsum(rates * segments)
     share = (length[active].mean() - 100) / 900
     speeds = tokens / ((1 - share) * np.asarray(costs.seconds[0]) + share * np.asarray(costs.seconds[1]))
-    assert speeds[got] >= speeds.max() * (1 - 1e-5)
+    assert got <= drafted and speeds[got] >= speeds[: drafted + 1].max() * (1 - 1e-5)
 
 
 def test_a_dear_width_is_taken_where_it_pays_and_only_there():
@@ -98,7 +104,8 @@ def test_a_dear_width_is_taken_where_it_pays_and_only_there():
     costs = RoundCosts(jnp.zeros((1,)), jnp.array([[1.0, 1.0, 1.5]]))
     for promise, expected in ((0.0, 0), (0.3, 1), (2.0, 2)):
         promised = jnp.array([0.0, min(promise, 0.3), max(promise - 0.3, 0.0)])
-        assert best_width(promised, calibration, costs, jnp.zeros((1,), jnp.int32), active) == expected
+        length = jnp.zeros((1,), jnp.int32)
+        assert best_width(promised, calibration, costs, length, active, jnp.int32(2)) == expected
 
 
 def test_calibration_counts_what_was_tried():
@@ -116,6 +123,58 @@ def test_calibration_counts_what_was_tried():
     np.testing.assert_allclose(after.promised, [11.4, 9.9, 9.9], rtol=1e-6)
     np.testing.assert_allclose(after.accepted, [5.95, 4.95, 4.95], rtol=1e-6)
     assert after.rates()[2] < after.rates()[0] < 1  # the prior of a segment is the rate of the one before
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=40))
+def test_between_looks_no_wider_tree_is_drafted_than_was_chosen_lately(wishes):
+    reach, chosen = Reach.empty(), []
+    for number, wish in enumerate(wishes):
+        last_look = number - number % LOOK
+        recent = chosen[max(0, last_look - LOOK) : last_look + 1]
+        drafted = int(reach.drafted(WIDTHS))
+        assert drafted == (2 if number == last_look else max(recent))
+        chosen.append(min(wish, drafted))
+        reach = reach.after(jnp.int32(chosen[-1]))
+
+
+@pytest.mark.parametrize("overrides", [{}, dict(draft_vocab_size=40, embedding_scale=2.0), dict(selector_rank=6)])
+def test_a_narrower_draft_is_the_beginning_of_the_widest(overrides):
+    target = testing.tiny_target(num_layers=2, sliding_windows=(None,) * 2)
+    drafter = testing.tiny_drafter(target, **overrides)
+    depth = drafter.config.depth
+    propose = DFlashProposer(Decoder(target.config), drafter.config, depth, MostProbable(WIDTHS[-1]))
+    cache = propose.init_cache(2, 128)
+    given = drafter.params, target.params, cache, jnp.array([5, 9], jnp.int32)
+    whole = jax.jit(propose.propose)(*given)
+    within = jax.jit(propose.propose_within, static_argnums=4)
+    for number, width in enumerate(WIDTHS):
+        tree = within(*given, WIDTHS, jnp.int32(number))
+        expected = only_first(whole, jnp.int32(width))
+        np.testing.assert_allclose(tree.log_prob, expected.log_prob, rtol=1e-6)
+        for field in ("tokens", "parent", "depth", "size", "ancestors"):
+            np.testing.assert_array_equal(getattr(tree, field), getattr(expected, field), err_msg=field)
+
+
+def test_costs_are_what_more_rounds_add_to_a_call(pair, monkeypatch):
+    config = dt.DecodeConfig(num_nodes="auto", widths=WIDTHS, max_new_tokens=8)
+    plan = make_plan(config, pair[0].config, pair[1].config, [3])
+    clock = 0.0
+
+    def executable(function, loop, params, request, state, rounds):
+        def call(params, request, state, rounds):
+            nonlocal clock
+            width = int(jnp.argmin(request.costs.seconds[0]))
+            clock += 0.5 + int(rounds) * (1 + width) + (0.01 if state.target_cache.length[0] else 0)
+            return state
+
+        return call, 0.0
+
+    monkeypatch.setattr(round_costs.device, "executable", executable)
+    monkeypatch.setattr(round_costs, "time", types.SimpleNamespace(perf_counter=lambda: clock))
+    params = {"target": pair[0].params, "drafter": pair[1].params}
+    costs = round_costs.measure(plan, params)
+    np.testing.assert_allclose(costs.seconds, [[1, 2, 3]] * len(costs.contexts), rtol=1e-6)
 
 
 def costs_for(width):

@@ -10,19 +10,21 @@ K candidates.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ddtree_jax.config import DrafterConfig
 from ddtree_jax.decode.proposers.protocol import TextRows
-from ddtree_jax.decode.proposers.shapes import Shape
+from ddtree_jax.decode.proposers.shapes import MostProbable, Shape
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
 from ddtree_jax.models.dflash import DFlash
 from ddtree_jax.models.selector import log_conditionals
-from ddtree_jax.tree import DraftTree, top_log_probs
+from ddtree_jax.tree import DraftTree, padded, top_log_probs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +111,31 @@ class DFlashProposer:
         return logits
 
     def propose(self, params: Any, target_params: Any, cache: KVCache, root: jax.Array) -> DraftTree:
+        return self._tree(params, self._scores(params, target_params, cache, root), root)
+
+    def propose_within(
+        self, params: Any, target_params: Any, cache: KVCache, root: jax.Array, widths: tuple[int, ...],
+        number: jax.Array,
+    ) -> DraftTree:  # fmt: skip
+        scores = self._scores(params, target_params, cache, root)
+
+        def first(width: int) -> DraftTree:
+            narrow = dataclasses.replace(self, shape=MostProbable(width))
+            return padded(narrow._tree(params, scores, root), widths[-1])
+
+        return lax.switch(number, [functools.partial(first, width) for width in widths])
+
+    def _scores(self, params: Any, target_params: Any, cache: KVCache, root: jax.Array) -> tuple[jax.Array, ...]:
+        """What trees are built from: the logits, or `conditionals`."""
         if self.config.selector_rank:
-            return self.shape.build_conditional(*self.conditionals(params, target_params, cache, root), root)
-        logits = self.logits(params, target_params, cache, root)
+            return self.conditionals(params, target_params, cache, root)
+        return (self.logits(params, target_params, cache, root),)
+
+    def _tree(self, params: Any, scores: tuple[jax.Array, ...], root: jax.Array) -> DraftTree:
+        scores = tuple(x[:, : self.shape.depths(self.depth)] for x in scores)
+        if self.config.selector_rank:
+            return self.shape.build_conditional(*scores, root)
+        (logits,) = scores
         tree = self.shape.build(*top_log_probs(logits, self.shape.ranks(logits.shape[-1])), root)
         if self.config.draft_vocab_size is None:
             return tree

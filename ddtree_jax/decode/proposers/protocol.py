@@ -65,5 +65,13 @@ class Proposer(Protocol):
     def propose(self, params: Any, target_params: Any, cache: Any, root: jax.Array) -> DraftTree:
         """The tree below the last committed tokens `root` [B]. It must not depend on anything but the text."""
 
+    def propose_within(
+        self, params: Any, target_params: Any, cache: Any, root: jax.Array, widths: tuple[int, ...], number: jax.Array
+    ) -> DraftTree:
+        """`propose` where no node past `widths[number]`, number [] int32, will be verified: such may be padding.
+
+        Only of methods whose nodes come in order of probability; the tree's own width is the last of `widths`.
+        """
+
     def absorb(self, params: Any, target_params: Any, cache: Any, rows: TextRows) -> Any:
         """The cache with `rows` appended."""
