@@ -46,8 +46,8 @@ def add_drafting(parser: argparse.ArgumentParser, *, widths: str) -> None:
         "--num-nodes",
         action=_Given,
         default=widths,
-        help="width of ddtree, eagle2 and lookup_tree, root included; several with commas. auto: each round of ddtree "
-        "takes the one of --widths that pays best, by costs measured on this device",
+        help="width of ddtree, eagle2 and lookup_tree, root included; several with commas. auto: rounds of ddtree "
+        "take the one of --widths that pays best, by costs measured on this device",
     )
     add("--widths", action=_Given, default=",".join(map(str, DecodeConfig.widths)), help="what auto chooses among")
     add(

@@ -16,7 +16,7 @@ class DecodeConfig:
         for DFlash also "dflash"), "static_tree" (its tokens by rank, in a tree fixed in advance), "ddtree" (DFlash: its
         N most probable prefixes) or "eagle2" (drafters that run once a depth: the tree grown from the best nodes).
       num_nodes: N, width of the tree, root included (ddtree, eagle2 and lookup_tree). Widths that fill tiles: 16, 32,
-        64, 128, 256. "auto" (ddtree): each round takes the one of `widths` that pays best.
+        64, 128, 256. "auto" (ddtree): rounds take the one of `widths` that pays best.
       widths: what "auto" chooses among.
       draft_depth: L, tokens drafted a round; None takes all that the drafter was trained for, 15 for a look-up.
       branching: children drafted of a node, and nodes drafted further at each depth (eagle2).

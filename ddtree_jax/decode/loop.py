@@ -21,7 +21,7 @@ from jax import lax
 from ddtree_jax.decode.proposers import Proposer, TextRows
 from ddtree_jax.decode.sampling import draw
 from ddtree_jax.decode.state import DecodeState, Request, clip_commit, write_rows
-from ddtree_jax.decode.width import Calibration, Reach, best_width, observe, promises
+from ddtree_jax.decode.width import WidthChoice, promises
 from ddtree_jax.models.cache import KVCache, PathRows, append_rows, commit_rows, path_rows
 from ddtree_jax.models.decoder import Decoder, TargetPass
 from ddtree_jax.tree import Acceptance, DraftTree, accept, first_nodes, gather_path, only_first, static_bits
@@ -82,8 +82,9 @@ class DecodeLoop:
       proposer: how a round gets its tree.
       sample: False decodes at temperature 0.
       chunk: prompt tokens a prefill pass.
-      widths: rising; each round verifies as many nodes of its tree as pay best (`decode.width`). The last one is the
+      widths: rising; rounds verify as many nodes of their tree as pay best (`decode.width`). The last one is the
         tree's, whose nodes must be in order of probability. Empty: always the whole tree.
+      look_every: rounds from one choice of a width to the next.
     """
 
     target: Decoder
@@ -91,6 +92,7 @@ class DecodeLoop:
     sample: bool
     chunk: int
     widths: tuple[int, ...] = ()
+    look_every: int = 8
 
     def init_state(self, batch: int, cache_rows: int, output_rows: int) -> DecodeState:
         """An empty state. `cache_rows` and `output_rows` must leave P rows free past the last live one."""
@@ -105,8 +107,7 @@ class DecodeLoop:
             rounds=zeros(batch),
             done=jnp.zeros((batch,), bool),
             widths=zeros(batch, output_rows) if self.widths else None,
-            calibration=Calibration.empty(self.widths) if self.widths else None,
-            reach=Reach.empty() if self.widths else None,
+            choice=WidthChoice.empty(self.widths) if self.widths else None,
         )
 
     def prepare(self, params: Any) -> Any:
@@ -169,8 +170,8 @@ class DecodeLoop:
         """
         tree = self._propose(params, state)
         if self.widths:
-            chosen, _ = self._choose(request, state, tree)
-            tree = only_first(tree, jnp.asarray(self.widths, jnp.int32)[chosen])
+            choice, _ = self._choose(request, state, tree)
+            tree = only_first(tree, jnp.asarray(self.widths, jnp.int32)[choice.number])
         return self.verify_tree(params, request, state, tree)
 
     def verify_tree(self, params: Any, request: Request, state: DecodeState, tree: DraftTree) -> Verified:
@@ -206,17 +207,16 @@ class DecodeLoop:
         tree = self._propose(params, state)
         if not self.widths:
             return self.commit(params, request, state, Kept.of(self.verify_tree(params, request, state, tree)))
-        chosen, promised = self._choose(request, state, tree)
+        choice, promised = self._choose(request, state, tree)
 
         def first(width: int) -> Kept:
             return Kept.of(self.verify_tree(params, request, state, first_nodes(tree, width)))
 
-        kept = lax.switch(chosen, [functools.partial(first, width) for width in self.widths])
-        width = jnp.broadcast_to(jnp.asarray(self.widths, jnp.int32)[chosen], state.rounds.shape)
+        kept = lax.switch(choice.number, [functools.partial(first, width) for width in self.widths])
+        width = jnp.broadcast_to(jnp.asarray(self.widths, jnp.int32)[choice.number], state.rounds.shape)
         state = state.replace(
             widths=write_rows(state.widths, width[:, None], state.rounds),
-            calibration=observe(state.calibration, self.widths, chosen, promised, kept.walk, ~state.done),
-            reach=state.reach.after(chosen),
+            choice=choice.observe(self.widths, promised, kept.walk, ~state.done, self.look_every),
         )
         return self.commit(params, request, state, kept)
 
@@ -237,15 +237,13 @@ class DecodeLoop:
     def _propose(self, params, state):
         given = params["drafter"], params["target"], state.drafter_cache, state.root
         if self.widths:
-            return self.proposer.propose_within(*given, self.widths, state.reach.drafted(self.widths))
+            return self.proposer.propose_within(*given, self.widths, state.choice.to_draft(self.widths))
         return self.proposer.propose(*given)
 
     def _choose(self, request, state, tree):
-        """(index of the width to verify, promises of the segments)."""
+        """(choice with the width to verify, promises of the segments)."""
         promised = promises(tree, self.widths, ~state.done)
-        length = state.target_cache.length
-        drafted = state.reach.drafted(self.widths)
-        return best_width(promised, state.calibration, request.costs, length, ~state.done, drafted), promised
+        return state.choice.look(promised, request.costs, state.target_cache.length, ~state.done), promised
 
     def _absorb(self, params, drafter_cache, rows):
         return self.proposer.absorb(params["drafter"], params["target"], drafter_cache, rows)

@@ -9,7 +9,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from ddtree_jax.decode.width import Calibration, Reach, RoundCosts
+from ddtree_jax.decode.width import RoundCosts, WidthChoice
 from ddtree_jax.models.cache import KVCache
 
 
@@ -46,8 +46,7 @@ class DecodeState:
       rounds: [B] int32, rounds that a slot took part in.
       done: [B] bool.
       widths: [B, O] int32, nodes verified by each round, as `accepted`; None where all rounds have the same width.
-      calibration: what the drafter's promises have been worth; None likewise.
-      reach: how wide trees are drafted; None likewise.
+      choice: the width in use, and what its choice goes by; None likewise.
     """
 
     target_cache: KVCache
@@ -59,8 +58,7 @@ class DecodeState:
     rounds: jax.Array
     done: jax.Array
     widths: jax.Array | None = None
-    calibration: Calibration | None = None
-    reach: Reach | None = None
+    choice: WidthChoice | None = None
 
 
 def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:

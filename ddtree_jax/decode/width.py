@@ -1,12 +1,15 @@
 """Width by measurement: how many nodes of its tree a round verifies.
 
-The nodes of a best-first tree come in order of probability, so its first n are the tree of width n. A round verifies
-the width that promises the most tokens a second: 1 + the probabilities of its nodes, each corrected by what came of such
-promises before, over the measured time of a round of that width. Costs are a staircase (whole tiles, whole waves of
-thread blocks), so all widths that were drafted are compared: all there are, every few rounds (`Reach`). A text never
-depends on the choice.
+The nodes of a best-first tree come in order of probability, so its first n are the tree of width n. What counts is the
+width that promises the most tokens a second: 1 + the probabilities of its nodes, as trees had them lately, each
+corrected by what came of such promises before, over the measured time of a round of that width. Costs are a staircase
+(whole tiles, whole waves of thread blocks), so all widths are compared.
 
-Shape letters: B slots, N nodes of the widest tree, W widths, K measured contexts, P rows of a path.
+Every few rounds the widest tree is drafted and a width chosen. The rounds until the next look draft and verify that
+width: nodes that no round verifies would be drafted for nothing, and a change of width costs more than most choices
+can win (`docs/performance.md`). A text never depends on the choice.
+
+Shape letters: B slots, N nodes of a tree, W widths, K measured contexts, P rows of a path.
 """
 
 import itertools
@@ -23,8 +26,8 @@ from ddtree_jax.tree import Acceptance, DraftTree
 # segment before it was ever tried. A hundred rounds or so are a text; fewer would chase noise.
 _MEMORY = 0.99
 _TRUST = 8.0
-# Rounds from one look at the widest tree to the next.
-_LOOK = 8
+# The same of a tree's promises; one tree alone says little of the rounds to come.
+_RECENT = 0.9
 
 
 @flax.struct.dataclass
@@ -50,62 +53,74 @@ class RoundCosts:
 
 
 @flax.struct.dataclass
-class Calibration:
-    """Tokens promised and accepted lately, by segment of the tree: what a width has and the width before it has not.
+class WidthChoice:
+    """The width in use, and what the next choice goes by.
+
+    A segment of the tree is what a width has and the width before it has not.
 
     Attributes:
-      promised, accepted: [W] float32, sums over rounds that verified the segment, old rounds fading.
+      number: [] int32, of the width in use, from 0.
+      rounds: [] int32, rounds since the last look; 0 where the next round is one.
+      promised, accepted: [W] float32, tokens of each segment promised and accepted, sums over rounds that verified it,
+        old ones fading: the calibration.
+      hoped, drafted: [W] float32, what a slot was promised of each segment, and how often the segment was drafted, sums
+        that fade likewise.
     """
 
+    number: jax.Array
+    rounds: jax.Array
     promised: jax.Array
     accepted: jax.Array
+    hoped: jax.Array
+    drafted: jax.Array
 
     @classmethod
-    def empty(cls, widths: Sequence[int]) -> "Calibration":
-        zeros = jnp.zeros((len(widths),), jnp.float32)
-        return cls(zeros, jnp.copy(zeros))
+    def empty(cls, widths: Sequence[int]) -> "WidthChoice":
+        number, rounds = (jnp.zeros((), jnp.int32) for _ in range(2))
+        return cls(number, rounds, *(jnp.zeros((len(widths),), jnp.float32) for _ in range(4)))
+
+    def to_draft(self, widths: Sequence[int]) -> jax.Array:
+        """Number of the width that the round drafts, [] int32."""
+        return jnp.where(self.rounds == 0, len(widths) - 1, self.number)
 
     def rates(self) -> list[jax.Array]:
-        """Accepted tokens for each promised one, W times [] float32; where little is known, as in the segment before."""
+        """Accepted tokens for each promised one, W times [] float32; little known, those of the segment before."""
         rates, rate = [], jnp.float32(1)
         for segment in range(self.promised.shape[0]):
             rate = (_TRUST * rate + self.accepted[segment]) / (_TRUST + self.promised[segment])
             rates.append(rate)
         return rates
 
+    def look(self, promised: jax.Array, costs: RoundCosts, length: jax.Array, active: jax.Array) -> "WidthChoice":
+        """With the width that the round verifies: the best, if it drafted all of them.
 
-@flax.struct.dataclass
-class Reach:
-    """How wide trees are drafted, for nodes that no round verifies are drafted for nothing.
-
-    Every `_LOOK`-th round drafts the widest tree and chooses among all widths. The rounds until the next look draft no
-    wider than that round chose, or any of the rounds since the look before it.
-
-    Attributes:
-      limit: [] int32, number of the widest width drafted between looks.
-      widest: [] int32, number of the widest width chosen since the last look, that round included.
-      rounds: [] int32, rounds since the last look; 0 where the next round is one.
-    """
-
-    limit: jax.Array
-    widest: jax.Array
-    rounds: jax.Array
-
-    @classmethod
-    def empty(cls) -> "Reach":
-        return cls(*(jnp.zeros((), jnp.int32) for _ in range(3)))
-
-    def drafted(self, widths: Sequence[int]) -> jax.Array:
-        """Number of the width to draft, [] int32."""
-        return jnp.where(self.rounds == 0, len(widths) - 1, self.limit)
-
-    def after(self, chosen: jax.Array) -> "Reach":
-        """After a round that verified width number `chosen` [] int32."""
+        Args:
+          promised: [W] float32, of the drafted tree (`promises`).
+          costs: of W widths.
+          length: [B] int32, committed tokens.
+          active: [B] bool, slots that still decode.
+        """
+        slots = jnp.maximum(jnp.sum(active, dtype=jnp.float32), 1.0)
+        context = jnp.sum(jnp.where(active, length, 0)).astype(jnp.float32) / slots
         looked = self.rounds == 0
-        return Reach(
-            limit=jnp.where(looked, jnp.maximum(chosen, self.widest), self.limit),
-            widest=jnp.maximum(chosen, jnp.where(looked, 0, self.widest)),
-            rounds=(self.rounds + 1) % _LOOK,
+        seen = looked | (jnp.arange(promised.shape[0], dtype=jnp.int32) <= self.number)
+        hoped = jnp.where(seen, _RECENT * self.hoped + promised / slots, self.hoped)
+        drafted = jnp.where(seen, _RECENT * self.drafted + 1.0, self.drafted)
+        best = best_width(self.rates(), hoped / jnp.maximum(drafted, 1.0), costs.at(context))
+        return self.replace(number=jnp.where(looked, best, self.number), hoped=hoped, drafted=drafted)
+
+    def observe(
+        self, widths: Sequence[int], promised: jax.Array, walk: Acceptance, active: jax.Array, look_every: int
+    ) -> "WidthChoice":
+        """After a round that accepted `walk`; `look_every` rounds lie between looks."""
+        step = jnp.arange(1, walk.path.shape[1], dtype=jnp.int32)[None]
+        accepted = (step < walk.length[:, None]) & active[:, None]
+        taken = _in_segment(walk.path[:, 1:], widths) & accepted[None]
+        tried = jnp.arange(len(widths), dtype=jnp.int32) <= self.number
+        return self.replace(
+            rounds=(self.rounds + 1) % look_every,
+            promised=_MEMORY * self.promised + jnp.where(tried, promised, 0.0),
+            accepted=_MEMORY * self.accepted + jnp.sum(taken, axis=(1, 2), dtype=jnp.float32),
         )
 
 
@@ -116,45 +131,21 @@ def promises(tree: DraftTree, widths: Sequence[int], active: jax.Array) -> jax.A
     return jnp.sum(jnp.where(_in_segment(node, widths)[:, None], probability[None], 0.0), axis=(1, 2))
 
 
-def best_width(
-    promised: jax.Array, calibration: Calibration, costs: RoundCosts, length: jax.Array, active: jax.Array,
-    drafted: jax.Array,
-) -> jax.Array:  # fmt: skip
-    """Which width to verify, [] int32: the narrowest of those that promise the most tokens a second.
+def best_width(rates: Sequence[jax.Array], expected: jax.Array, seconds: jax.Array) -> jax.Array:
+    """Which width promises the most tokens a second, [] int32; the narrowest of equal ones.
 
     Args:
-      promised: [W] float32 (`promises`).
-      calibration, costs: of W widths.
-      length: [B] int32, committed tokens.
-      active: [B] bool, slots that still decode.
-      drafted: [] int32, the last width to compare.
+      rates: W times [] float32, accepted tokens for each promised one.
+      expected: [W] float32, tokens promised by each segment.
+      seconds: [W] float32, of a round.
     """
-    slots = jnp.sum(active, dtype=jnp.float32)
-    context = jnp.sum(jnp.where(active, length, 0)).astype(jnp.float32) / jnp.maximum(slots, 1.0)
-    rates, seconds = calibration.rates(), costs.at(context)
     # Number by number, which XLA makes one kernel; a sum and a maximum over [W] would be kernels of their own.
-    chosen, tokens, most = jnp.int32(0), slots, jnp.float32(-1)
-    for segment in range(promised.shape[0]):
-        tokens = tokens + rates[segment] * promised[segment]
+    chosen, tokens, most = jnp.int32(0), jnp.float32(1), jnp.float32(-1)
+    for segment, rate in enumerate(rates):
+        tokens = tokens + rate * expected[segment]
         speed = tokens / seconds[segment]
-        better = (segment <= drafted) & (speed > most)
-        chosen, most = jnp.where(better, jnp.int32(segment), chosen), jnp.where(better, speed, most)
+        chosen, most = jnp.where(speed > most, jnp.int32(segment), chosen), jnp.maximum(speed, most)
     return chosen
-
-
-def observe(
-    calibration: Calibration, widths: Sequence[int], chosen: jax.Array, promised: jax.Array, walk: Acceptance,
-    active: jax.Array,
-) -> Calibration:  # fmt: skip
-    """The calibration after a round that verified width number `chosen` [] and accepted `walk`."""
-    step = jnp.arange(1, walk.path.shape[1], dtype=jnp.int32)[None]
-    accepted = (step < walk.length[:, None]) & active[:, None]
-    taken = _in_segment(walk.path[:, 1:], widths) & accepted[None]
-    tried = jnp.arange(len(widths), dtype=jnp.int32) <= chosen
-    return Calibration(
-        promised=_MEMORY * calibration.promised + jnp.where(tried, promised, 0.0),
-        accepted=_MEMORY * calibration.accepted + jnp.sum(taken, axis=(1, 2), dtype=jnp.float32),
-    )
 
 
 def _in_segment(node: jax.Array | np.ndarray, widths: Sequence[int]) -> jax.Array:

@@ -103,7 +103,7 @@ def scripted_run(target, proposer, scripts, temperature, prompts, seeds, widths=
         batch=len(prompts),
     )
     params, request, prompt, lengths, _ = inputs(target, dt.Drafter(None, None), plan, prompts, 0, temperature)
-    loop = dataclasses.replace(plan.loop, widths=widths)
+    loop = dataclasses.replace(plan.loop, widths=widths, look_every=2)
     state = device.empty_state(loop, plan.batch, plan.cache_rows, plan.output_rows)
     params = {"target": target.params, "drafter": jnp.asarray(scripts)}
     state = jax.device_get(device.run(loop, params, request.replace(costs=costs), prompt, lengths, state))

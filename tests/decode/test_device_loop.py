@@ -38,6 +38,22 @@ def arguments(pair, prompts, **settings):
 METHODS = pytest.mark.parametrize("method", ["ddtree", "static_tree", "lookup_tree"])
 
 
+def test_a_batch_is_gone_before_the_next_is_made(pair, monkeypatch):
+    """So that CUDA graphs, which hold addresses, find the next one where it was."""
+    config = dt.DecodeConfig(num_nodes=16, max_new_tokens=24, batch_size=1)
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    dt.generate(*pair, prompts[:1], config)  # compiles
+    alive = []
+
+    def spy(*args):
+        alive.append(sum(array.nbytes for array in jax.live_arrays()))
+        return inputs(*args)
+
+    monkeypatch.setattr("ddtree_jax.api.inputs", spy)
+    dt.generate(*pair, prompts, config)
+    assert len(alive) == 3 and len(set(alive)) == 1
+
+
 @METHODS
 @DENSE_AND_HYBRID
 def test_no_recompilation_within_a_bucket(pair, method):

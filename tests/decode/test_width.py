@@ -1,6 +1,7 @@
 """Width by measurement: the choice, its calibration, the cost table, and decodes that use them."""
 
 import dataclasses
+import functools
 import itertools
 import json
 import types
@@ -15,14 +16,14 @@ from scripted import Scripted, scripted_run
 
 import ddtree_jax as dt
 from ddtree_jax import round_costs, testing
+from ddtree_jax.decode.loop import DecodeLoop
 from ddtree_jax.decode.plan import make_plan
 from ddtree_jax.decode.proposers import DFlashProposer, MostProbable
-from ddtree_jax.decode.width import Calibration, Reach, RoundCosts, best_width, observe, promises
+from ddtree_jax.decode.width import RoundCosts, WidthChoice, best_width, promises
 from ddtree_jax.models.decoder import Decoder
 from ddtree_jax.tree import Acceptance, build_tree, first_nodes, only_first, padded, unpack_ancestors
 
 WIDTHS = (4, 8, 32)
-LOOK = 8
 PROMPTS = [[3, 1, 4, 1, 5], [9] * 19, [2, 7]]
 KINDS = {
     "dense": dict(num_layers=2),
@@ -74,38 +75,57 @@ def rates_of(promised, accepted, trust=8.0):
     return np.array(out)
 
 
+def choice_of(seed, **fields):
+    """With sums as after some rounds."""
+    rng = np.random.default_rng(seed)
+    sums = {name: rng.uniform(0, 20, 3) for name in ("promised", "accepted", "hoped")}
+    sums = {name: jnp.asarray(x, jnp.float32) for name, x in (sums | {"drafted": rng.uniform(1, 9, 3)}).items()}
+    return WidthChoice(**{"number": jnp.int32(1), "rounds": jnp.int32(0)} | sums | fields)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
-def test_the_choice_is_the_full_argmax(seed):
+def test_a_look_takes_the_full_argmax(seed):
     rng = np.random.default_rng(seed)
     tree = random_tree(seed)
     active = np.array([True, bool(rng.integers(2))])
     length = np.array([300, 900], np.int32)
-    calibration = Calibration(*jnp.asarray(rng.uniform(0, 20, (2, 3)), jnp.float32))
+    before = choice_of(seed)
     costs = RoundCosts(jnp.array([100.0, 1000.0]), jnp.asarray(rng.uniform(0.5, 2, (2, 3)), jnp.float32))
     promised = promises(tree, WIDTHS, jnp.asarray(active))
-    drafted = int(rng.integers(3))
-    given = promised, calibration, costs, jnp.asarray(length), jnp.asarray(active)
-    got = int(best_width(*given, jnp.int32(drafted)))
+    after = before.look(promised, costs, jnp.asarray(length), jnp.asarray(active))
 
     probability = np.exp(np.asarray(tree.log_prob, np.float64)) * active[:, None]
-    edges = [1, *WIDTHS]
-    segments = np.array([probability[:, a:b].sum() for a, b in itertools.pairwise(edges)])
+    segments = np.array([probability[:, a:b].sum() for a, b in itertools.pairwise([1, *WIDTHS])])
     np.testing.assert_allclose(promised, segments, rtol=1e-5)
-    rates = rates_of(*(np.asarray(x, np.float64) for x in (calibration.promised, calibration.accepted)))
-    tokens = active.sum() + np.cumsum(rates * segments)
+    hoped = 0.9 * np.asarray(before.hoped, np.float64) + segments / active.sum()
+    drafted = 0.9 * np.asarray(before.drafted, np.float64) + 1
+    np.testing.assert_allclose([after.hoped, after.drafted], [hoped, drafted], rtol=1e-5)
+    rates = rates_of(*(np.asarray(x, np.float64) for x in (before.promised, before.accepted)))
+    tokens = 1 + np.cumsum(rates * hoped / drafted)
     share = (length[active].mean() - 100) / 900
     speeds = tokens / ((1 - share) * np.asarray(costs.seconds[0]) + share * np.asarray(costs.seconds[1]))
-    assert got <= drafted and speeds[got] >= speeds[: drafted + 1].max() * (1 - 1e-5)
+    assert speeds[int(after.number)] >= speeds.max() * (1 - 1e-5)
+
+
+def test_between_looks_the_width_stays_and_only_what_was_drafted_is_seen():
+    before = choice_of(3, rounds=jnp.int32(5))
+    costs = RoundCosts(jnp.zeros((1,)), jnp.array([[1.0, 1e9, 1e9]]))
+    promised, length = jnp.array([1.0, 0.5, 0.0]), jnp.array([7], jnp.int32)
+    after = before.look(promised, costs, length, jnp.array([True]))
+    assert after.number == before.number == 1 and before.to_draft(WIDTHS) == 1
+    np.testing.assert_allclose(after.hoped[:2], 0.9 * before.hoped[:2] + promised[:2], rtol=1e-6)
+    assert after.hoped[2] == before.hoped[2] and after.drafted[2] == before.drafted[2]
+    looked = before.replace(rounds=jnp.int32(0))
+    assert looked.to_draft(WIDTHS) == 2 and looked.look(promised, costs, length, jnp.array([True])).number == 0
 
 
 def test_a_dear_width_is_taken_where_it_pays_and_only_there():
-    calibration, active = Calibration.empty(WIDTHS), jnp.array([True])
-    costs = RoundCosts(jnp.zeros((1,)), jnp.array([[1.0, 1.0, 1.5]]))
+    seconds, rates = jnp.array([1.0, 1.0, 1.5]), [jnp.float32(1)] * 3
     for promise, expected in ((0.0, 0), (0.3, 1), (2.0, 2)):
         promised = jnp.array([0.0, min(promise, 0.3), max(promise - 0.3, 0.0)])
-        length = jnp.zeros((1,), jnp.int32)
-        assert best_width(promised, calibration, costs, length, active, jnp.int32(2)) == expected
+        assert best_width(rates, promised, seconds) == expected
+    assert best_width([jnp.float32(0.1)] * 3, promised, seconds) == 1
 
 
 def test_calibration_counts_what_was_tried():
@@ -113,29 +133,20 @@ def test_calibration_counts_what_was_tried():
         path=jnp.array([[0, 2, 5, 30], [0, 1, 1, 1]], jnp.int32), length=jnp.array([4, 2], jnp.int32),
         tokens=jnp.zeros((2, 4), jnp.int32),
     )  # fmt: skip
-    before = Calibration(jnp.full((3,), 10.0), jnp.full((3,), 5.0))
+    before = WidthChoice.empty(WIDTHS).replace(
+        number=jnp.int32(2), promised=jnp.full((3,), 10.0), accepted=jnp.full((3,), 5.0)
+    )
     promised, active = jnp.array([1.5, 0.5, 0.25]), jnp.array([True, False])
-    after = observe(before, WIDTHS, jnp.int32(2), promised, walk, active)
+    after = before.observe(WIDTHS, promised, walk, active, 2)
     np.testing.assert_allclose(after.promised, [11.4, 10.4, 10.15], rtol=1e-6)
     np.testing.assert_allclose(after.accepted, [5.95] * 3, rtol=1e-6)  # slot 1 decodes no more
+    assert after.rounds == 1 and after.observe(WIDTHS, promised, walk, active, 2).rounds == 0
     narrow = dataclasses.replace(walk, length=jnp.array([2, 1], jnp.int32))
-    after = observe(before, WIDTHS, jnp.int32(0), promised, narrow, active)
+    after = before.replace(number=jnp.int32(0)).observe(WIDTHS, promised, narrow, active, 2)
     np.testing.assert_allclose(after.promised, [11.4, 9.9, 9.9], rtol=1e-6)
     np.testing.assert_allclose(after.accepted, [5.95, 4.95, 4.95], rtol=1e-6)
-    assert after.rates()[2] < after.rates()[0] < 1  # the prior of a segment is the rate of the one before
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=40))
-def test_between_looks_no_wider_tree_is_drafted_than_was_chosen_lately(wishes):
-    reach, chosen = Reach.empty(), []
-    for number, wish in enumerate(wishes):
-        last_look = number - number % LOOK
-        recent = chosen[max(0, last_look - LOOK) : last_look + 1]
-        drafted = int(reach.drafted(WIDTHS))
-        assert drafted == (2 if number == last_look else max(recent))
-        chosen.append(min(wish, drafted))
-        reach = reach.after(jnp.int32(chosen[-1]))
+    rates = after.rates()
+    assert rates[2] < rates[0] < 1  # the prior of a segment is the rate of the one before
 
 
 @pytest.mark.parametrize("overrides", [{}, dict(draft_vocab_size=40, embedding_scale=2.0), dict(selector_rank=6)])
@@ -197,16 +208,23 @@ def test_priced_out_of_the_others_it_is_the_fixed_width(pair, monkeypatch, tempe
 
 def changing_costs():
     """The wide tree is cheap in some places of the text and dear in others."""
-    contexts = np.arange(0, 80, 4, dtype=np.float32)
+    contexts = np.arange(0, 80, 8, dtype=np.float32)
     cheap = (np.arange(contexts.size) % 3)[:, None] == np.arange(3)[None]
     return RoundCosts(contexts, np.where(cheap, 1, 200).astype(np.float32))
 
 
+@pytest.fixture
+def restless(monkeypatch):
+    """Every other round chooses a width, and the costs change."""
+    monkeypatch.setattr("ddtree_jax.decode.plan.DecodeLoop", functools.partial(DecodeLoop, look_every=2))
+    monkeypatch.setattr("ddtree_jax.prepare.round_costs", lambda *_: changing_costs())
+
+
 @pytest.mark.parametrize("pair", ["dense", pytest.param("hybrid", marks=SLOW)], indirect=True)
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=SLOW), 1.0])
-def test_the_text_does_not_depend_on_the_widths(pair, monkeypatch, temperature):
-    monkeypatch.setattr("ddtree_jax.prepare.round_costs", lambda *_: changing_costs())
-    shared = dict(temperature=temperature, max_new_tokens=32, seed=(11, 12, 13))
+@pytest.mark.usefixtures("restless")
+def test_the_text_does_not_depend_on_the_widths(pair, temperature):
+    shared = dict(temperature=temperature, max_new_tokens=32, seed=(11, 12, 13), stop_token_ids=())
     plain = dt.generate(pair[0], None, PROMPTS, dt.DecodeConfig(method="autoregressive", **shared))
     auto = dt.generate(*pair, PROMPTS, dt.DecodeConfig(num_nodes="auto", widths=WIDTHS, **shared))
     assert auto.tokens == plain.tokens and auto.finish_reasons == plain.finish_reasons
@@ -301,8 +319,8 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(pair, tmp_path, monkeyp
 
 
 @SLOW
-def test_a_trace_shows_the_width_that_a_round_takes(pair, monkeypatch):
-    monkeypatch.setattr("ddtree_jax.prepare.round_costs", lambda *_: changing_costs())
+@pytest.mark.usefixtures("restless")
+def test_a_trace_shows_the_width_that_a_round_takes(pair):
     config = dt.DecodeConfig(num_nodes="auto", widths=WIDTHS, max_new_tokens=20, stop_token_ids=())
     rounds = list(dt.trace(*pair, PROMPTS[0], config))
     out = dt.generate(*pair, PROMPTS[:1], config)
