@@ -4,8 +4,8 @@
   XLA_FLAGS=--xla_gpu_enable_command_buffer=+CONDITIONAL,+WHILE python -m benchmarks.width_choice
 
 The chosen width is the one that a table of costs makes cheap; everything else is the loop that `num_nodes="auto"` runs:
-the widest tree built every eighth round, and branches taken on the device. It never changes, which would cost more.
-Weights are random; milliseconds of a round in a loop on the device (`_rounds`).
+the widest tree built every eighth round, and branches taken on the device. Weights are random; milliseconds of a round
+in a loop on the device (`_rounds`).
 """
 
 from __future__ import annotations

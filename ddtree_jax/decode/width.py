@@ -6,8 +6,7 @@ corrected by what came of such promises before, over the measured time of a roun
 (whole tiles, whole waves of thread blocks), so all widths are compared.
 
 Every few rounds the widest tree is drafted and a width chosen. The rounds until the next look draft and verify that
-width: nodes that no round verifies would be drafted for nothing, and a change of width costs more than most choices
-can win (`docs/performance.md`). A text never depends on the choice.
+width: nodes that no round verifies would be drafted for nothing. A text never depends on the choice.
 
 Shape letters: B slots, N nodes of a tree, W widths, K measured contexts, P rows of a path.
 """
