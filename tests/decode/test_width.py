@@ -149,7 +149,14 @@ def test_calibration_counts_what_was_tried():
     assert rates[2] < rates[0] < 1  # the prior of a segment is the rate of the one before
 
 
-@pytest.mark.parametrize("overrides", [{}, dict(draft_vocab_size=40, embedding_scale=2.0), dict(selector_rank=6)])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        pytest.param(dict(draft_vocab_size=40, embedding_scale=2.0), marks=SLOW),
+        pytest.param(dict(selector_rank=6), marks=SLOW),
+    ],
+)
 def test_a_narrower_draft_is_the_beginning_of_the_widest(overrides):
     target = testing.tiny_target(num_layers=2, sliding_windows=(None,) * 2)
     drafter = testing.tiny_drafter(target, **overrides)
