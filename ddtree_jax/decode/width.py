@@ -125,9 +125,9 @@ class WidthChoice:
 
 def promises(tree: DraftTree, widths: Sequence[int], active: jax.Array) -> jax.Array:
     """Expected accepted tokens of each segment by the drafter's own probabilities, summed over active slots, [W]."""
-    node = np.arange(widths[-1])
-    probability = jnp.where(active[:, None], jnp.exp(tree.log_prob[:, : widths[-1]]), 0.0)
-    return jnp.sum(jnp.where(_in_segment(node, widths)[:, None], probability[None], 0.0), axis=(1, 2))
+    probability = jnp.where(active[:, None], jnp.exp(tree.log_prob), 0.0)
+    segments = _in_segment(np.arange(tree.num_nodes), widths)
+    return jnp.sum(jnp.where(segments[:, None], probability[None], 0.0), axis=(1, 2))
 
 
 def best_width(rates: Sequence[jax.Array], expected: jax.Array, seconds: jax.Array) -> jax.Array:
