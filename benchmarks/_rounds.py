@@ -27,7 +27,6 @@ from ddtree_jax.decode.plan import ROW_TILE
 from ddtree_jax.decode.proposers import DFlashProposer, LookupProposer, NoDraft
 from ddtree_jax.decode.proposers.lookup import MAX_MATCHES, History
 from ddtree_jax.decode.state import DecodeState, Request
-from ddtree_jax.decode.width import RoundCosts
 from ddtree_jax.models.abstract import abstract_params
 from ddtree_jax.models.selector import log_conditionals
 from ddtree_jax.tree import DraftTree, accept, top_log_probs
@@ -73,14 +72,12 @@ class Rounds:
     """The rounds of one decode loop over one sequence.
 
     Attributes:
-      loop: what is decoded with.
+      loop: what is decoded with, of one width.
       context: committed tokens, C of both caches just above it.
-      costs: by which a loop of several widths chooses.
     """
 
     loop: DecodeLoop
     context: int
-    costs: RoundCosts | None = None
 
     @property
     def _vocab(self) -> int:
@@ -107,7 +104,6 @@ class Rounds:
             seeds=jnp.zeros((1,), jnp.uint32),
             stop_tokens=jnp.full((1,), -1, jnp.int32),
             temperature=jnp.float32(1),
-            costs=self.costs,
         )
 
     # One turn of each loop.
@@ -121,9 +117,7 @@ class Rounds:
         return lax.optimization_barrier(tree).tokens[:, -1] % self._vocab
 
     def _draft(self, params, state: DecodeState, root: jax.Array) -> jax.Array:
-        proposer = self.loop.proposer
-        scores = proposer.conditionals if proposer.config.selector_rank else proposer.logits
-        scores = scores(params["drafter"], params["target"], state.drafter_cache, root)
+        scores = self.loop.proposer.draft(params["drafter"], params["target"], state.drafter_cache, root)
         # All of them, as the tree build needs them.
         some = jax.tree.leaves(lax.optimization_barrier(scores))[0][:, 0, 0]
         return jnp.abs(some).astype(jnp.int32) % self._vocab

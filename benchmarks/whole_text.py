@@ -6,7 +6,7 @@
 Beside its rounds a text has a prompt, a call, and the first rounds of a CUDA graph, which is written anew where arrays
 lie elsewhere than for the text before. So the same texts are timed twice: with the arrays of each text gone before the
 next are made, as in `generate`, and with them still there ("moved"). "auto N" is the loop of several widths with a
-table of costs that makes it take N; "auto, changing" takes another width at each look.
+table of costs that makes it take N after the first round; "auto, changing" takes another width at each look.
 
 Weights are random, so nearly every round commits one token. Milliseconds, medians; batch 1, temperature 0.
 """
@@ -16,12 +16,12 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import os
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -32,8 +32,10 @@ from benchmarks._variants import decode_config
 from ddtree_jax.config import DecodeConfig
 from ddtree_jax.decode import run as device
 from ddtree_jax.decode.plan import Plan, make_plan
-from ddtree_jax.decode.state import DecodeState, Request
+from ddtree_jax.decode.state import DecodeState
 from ddtree_jax.decode.width import RoundCosts
+from ddtree_jax.loading import Drafter, Target
+from ddtree_jax.prepare import inputs
 
 _DEAR = 100.0
 
@@ -45,49 +47,43 @@ class Text:
     Attributes:
       name: of the row.
       plan: static shapes.
-      prompt: [1, S] int32, live up to `length`.
+      prompt: token ids.
       costs: by which a loop of several widths chooses.
     """
 
     name: str
     plan: Plan
-    prompt: np.ndarray
-    length: int
+    prompt: list[int]
     costs: RoundCosts | None
 
-    def arguments(self, params: Any) -> tuple:
+    def arguments(self, target: Target, drafter: Drafter) -> tuple:
         """Of `device.run`, all on the device."""
-        plan = self.plan
-        request = Request(
-            limit=np.array(plan.limits, np.int32), seeds=np.array(plan.seeds, np.uint32),
-            stop_tokens=np.full(1, -1, np.int32), temperature=np.float32(0), costs=self.costs,
-        )  # fmt: skip
-        small = jax.device_put((request, self.prompt, np.array([self.length], np.int32)))
-        return params, *small, device.empty_state(plan.loop, plan.batch, plan.cache_rows, plan.output_rows)
+        return inputs(target, drafter, self.plan, [self.prompt], 0, 0.0, self.costs)
 
-    def compiled(self, params: Any) -> Callable:
-        return device.executable(device.run, self.plan.loop, *self.arguments(params))[0]
+    def compiled(self, target: Target, drafter: Drafter) -> Callable:
+        return device.executable(device.run, self.plan.loop, *self.arguments(target, drafter))[0]
 
 
-def costs_of(widths: tuple[int, ...], plan: Plan, prompt: int, wanted: int | None) -> RoundCosts:
-    """A table by which `wanted` is taken, or (None) one width after the other, another at each look of a text that
-    follows a prompt of so many tokens at one token a round."""
+def changing_costs(widths: tuple[int, ...], plan: Plan, prompt: int) -> RoundCosts:
+    """A table by which one width after the other is taken, another at each look of a text that follows a prompt of so
+    many tokens at one token a round."""
     look_every = plan.loop.look_every
-    contexts = np.arange(prompt % look_every, plan.cache_rows, look_every)
-    cheap = np.arange(len(contexts)) % len(widths) if wanted is None else np.full(len(contexts), widths.index(wanted))
-    seconds = np.where(cheap[:, None] == np.arange(len(widths)), 1.0, _DEAR)
-    return RoundCosts(contexts.astype(np.float32), seconds.astype(np.float32))
+    contexts = np.arange((prompt + 1) % look_every, plan.cache_rows, look_every)
+    cheap = (np.arange(len(contexts)) % len(widths))[:, None] == np.arange(len(widths))
+    return RoundCosts(contexts.astype(np.float32), np.where(cheap, 1, _DEAR).astype(np.float32))
 
 
-def time_texts(call: Callable, text: Text, params: Any, count: int, *, moved: bool) -> tuple[list[float], DecodeState]:
+def time_texts(
+    call: Callable, make_arguments: Callable[[], tuple], count: int, *, moved: bool
+) -> tuple[list[float], DecodeState]:
     """Milliseconds of each of `count` texts, and the last state without caches, on the host."""
     times, held = [], None
     for _ in range(count):
-        arguments = jax.block_until_ready(text.arguments(params))
+        arguments = jax.block_until_ready(make_arguments())
         held = arguments if moved else None
         began = time.perf_counter()
         state = call(*arguments)
-        state = jax.device_get(state.replace(target_cache=None, drafter_cache=None))
+        state = jax.device_get(state.results())
         times.append(1e3 * (time.perf_counter() - began))
         del arguments
     del held
@@ -121,25 +117,24 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         auto, fixed = plan("auto"), [plan(n) for n in widths]
     except ValueError as error:
         parser.error(str(error))
-    prompt = np.zeros((1, auto.prompt_rows), np.int32)
-    prompt[0, : args.prompt] = np.random.default_rng(0).integers(1, target.vocab_size, args.prompt)
-    texts = [Text(f"N = {n}", p, prompt, args.prompt, None) for n, p in zip(widths, fixed)]
-    for wanted in (*widths, None):
-        costs = costs_of(widths, auto, args.prompt, wanted)
-        texts.append(Text("auto, changing" if wanted is None else f"auto {wanted}", auto, prompt, args.prompt, costs))
+    prompt = np.random.default_rng(0).integers(1, target.vocab_size, args.prompt).tolist()
+    texts = [Text(f"N = {n}", p, prompt, None) for n, p in zip(widths, fixed)]
+    held = [Text(f"auto {n}", auto, prompt, RoundCosts.all_but(i, len(widths))) for i, n in enumerate(widths)]
+    texts += [*held, Text("auto, changing", auto, prompt, changing_costs(widths, auto, args.prompt))]
 
-    params = jax.block_until_ready({"target": random_params(target), "drafter": random_params(drafter)})
+    pair = Target(target, random_params(target)), Drafter(drafter, random_params(drafter))
+    jax.block_until_ready([model.params for model in pair])
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:  # all of auto share one program
-        list(pool.map(lambda text: text.compiled(params), texts[: len(widths) + 1]))
+        list(pool.map(lambda text: text.compiled(*pair), texts[: len(widths) + 1]))
     kind = jax.devices()[0].device_kind
     print(f"# {args.shape}, prompt of {args.prompt}, {args.tokens} new tokens, {kind}; ms of a text")
     print(f"{'':16} {'ms':>8} {'moved':>8} {'rounds':>7} {'changes':>8} {'ms a round':>11}")
     rows = []
     for text in texts:
-        call = text.compiled(params)
-        time_texts(call, text, params, 2, moved=False)
-        times, state = time_texts(call, text, params, args.texts, moved=False)
-        moved, _ = time_texts(call, text, params, args.texts, moved=True)
+        call, arguments_of = text.compiled(*pair), functools.partial(text.arguments, *pair)
+        time_texts(call, arguments_of, 2, moved=False)
+        times, state = time_texts(call, arguments_of, args.texts, moved=False)
+        moved, _ = time_texts(call, arguments_of, args.texts, moved=True)
         rounds = int(state.rounds[0])
         taken = state.widths[0, :rounds].tolist() if state.widths is not None else []
         row = {

@@ -45,12 +45,17 @@ def _encode(target: Target, prompt: Prompt, index: int) -> list[int]:
     return tokens
 
 
-def inputs(target: Target, drafter: Drafter | None, plan: Plan, encoded, first: int, temperature: float):
+def inputs(
+    target: Target, drafter: Drafter | None, plan: Plan, encoded, first: int, temperature: float,
+    costs: RoundCosts | None = None,
+):  # fmt: skip
     """Arguments of `device.run` for the batch that begins at prompt `first`; missing slots have a limit of 0.
 
-    Where the loop chooses among widths, the first call of a setting measures what they cost.
+    Where the loop chooses among widths and no `costs` are given, the first call of a setting measures them.
     """
     params = {"target": target.params, "drafter": drafter.params if plan.loop.proposer.uses_drafter else None}
+    if plan.loop.widths and costs is None:
+        costs = _costs(plan, params)
     batch = slice(first, first + plan.batch)
     missing = plan.batch - len(encoded[batch])
     prompt = np.zeros((plan.batch, plan.prompt_rows), np.int32)
@@ -64,7 +69,7 @@ def inputs(target: Target, drafter: Drafter | None, plan: Plan, encoded, first: 
         seeds=np.array((*plan.seeds[batch], *[0] * missing), np.uint32),
         stop_tokens=stops,
         temperature=np.float32(temperature),
-        costs=_costs(plan, params) if plan.loop.widths else None,
+        costs=costs,
     )
     state = empty_state(plan.loop, plan.batch, plan.cache_rows, plan.output_rows)
     return params, *jax.device_put((request, prompt, lengths)), state

@@ -1,6 +1,7 @@
 """What a round takes at each width: measured once a setting, kept on disk.
 
-The loop that will decode is timed itself: with a cost table that makes one width free, every round takes that width.
+The loop that will decode is timed itself: with a table that prices out all widths but one, all rounds after the first
+take that one.
 Caches are filled with noise up to the context asked for, so that no prompt has to be read.
 """
 
@@ -30,8 +31,7 @@ from ddtree_jax.models import layers
 CACHE_VARIABLE = "DDTREE_JAX_CACHE"
 _REPEATS = 4
 _MOST_ROUNDS = 17
-_PROHIBITIVE = 1e9
-_FORMAT = 2
+_FORMAT = 3
 
 _known: dict[str, RoundCosts] = {}
 
@@ -67,8 +67,8 @@ def round_costs(plan: Plan, params: Any) -> RoundCosts:
 def measure(plan: Plan, params: Any) -> RoundCosts:
     """Times rounds of each width at a short and at a long context of the plan's cache; see `round_costs`.
 
-    A call has costs of its own, which widths share (a small model's are those of a round or two): what counts is what
-    more rounds add to a call of one.
+    A call has costs of its own, which widths share (a small model's are those of a round or two), and its first round
+    is of the widest tree: what counts is what more rounds add to a call of one.
     """
     loop, path, widths = plan.loop, plan.loop.proposer.max_path, range(len(plan.loop.widths))
     params = loop.prepare(params)  # as a stream has them, so that it finds the same program compiled
@@ -84,8 +84,7 @@ def measure(plan: Plan, params: Any) -> RoundCosts:
 
     def seconds(width: int, context: int, rounds: int) -> float:
         """Of a call."""
-        prices = np.where(np.arange(len(widths)) == width, 1, _PROHIBITIVE).astype(np.float32)
-        priced = jax.device_put(request.replace(costs=RoundCosts(np.zeros(1, np.float32), prices[None])))
+        priced = jax.device_put(request.replace(costs=RoundCosts.all_but(width, len(widths))))
         state = at_context(_noisy_state(loop, plan.batch, plan.cache_rows, plan.output_rows), context)
         args = (params, priced, state, jnp.int32(rounds))
         call, _ = device.executable(device.advance, loop, *args)

@@ -9,7 +9,6 @@ Shape letters: B slots, N nodes, P rows committed a round at most, S prompt rows
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import flax.struct
@@ -24,7 +23,7 @@ from ddtree_jax.decode.state import DecodeState, Request, clip_commit, write_row
 from ddtree_jax.decode.width import WidthChoice, promises
 from ddtree_jax.models.cache import KVCache, PathRows, append_rows, commit_rows, path_rows
 from ddtree_jax.models.decoder import Decoder, TargetPass
-from ddtree_jax.tree import Acceptance, DraftTree, accept, first_nodes, gather_path, only_first, static_bits
+from ddtree_jax.tree import Acceptance, DraftTree, accept, gather_path, only_first, static_bits
 
 
 @flax.struct.dataclass
@@ -82,9 +81,9 @@ class DecodeLoop:
       proposer: how a round gets its tree.
       sample: False decodes at temperature 0.
       chunk: prompt tokens a prefill pass.
-      widths: rising; rounds verify as many nodes of their tree as pay best (`decode.width`). The last one is the
-        tree's, whose nodes must be in order of probability. Empty: always the whole tree.
-      look_every: rounds from one choice of a width to the next.
+      widths: rising; rounds draft and verify as many nodes as pay best (`decode.width`). The last one is the proposer's
+        own, whose trees have their nodes in order of probability. Empty: always the proposer's whole tree.
+      look_every: rounds of a width before the next one is chosen.
     """
 
     target: Decoder
@@ -108,6 +107,7 @@ class DecodeLoop:
             done=jnp.zeros((batch,), bool),
             widths=zeros(batch, output_rows) if self.widths else None,
             choice=WidthChoice.empty(self.widths) if self.widths else None,
+            scores=self.proposer.empty_scores(batch) if self.widths else None,
         )
 
     def prepare(self, params: Any) -> Any:
@@ -170,8 +170,8 @@ class DecodeLoop:
         """
         tree = self._propose(params, state)
         if self.widths:
-            choice, _ = self._choose(request, state, tree)
-            tree = only_first(tree, jnp.asarray(self.widths, jnp.int32)[choice.number])
+            number = self._look(params, request, state).choice.number
+            tree = only_first(tree, jnp.asarray(self.widths, jnp.int32)[number])
         return self.verify_tree(params, request, state, tree)
 
     def verify_tree(self, params: Any, request: Request, state: DecodeState, tree: DraftTree) -> Verified:
@@ -203,22 +203,9 @@ class DecodeLoop:
         )
 
     def decode_round(self, params: Any, request: Request, state: DecodeState) -> DecodeState:
-        """One round: pure, static in shape."""
-        tree = self._propose(params, state)
-        if not self.widths:
-            return self.commit(params, request, state, Kept.of(self.verify_tree(params, request, state, tree)))
-        choice, promised = self._choose(request, state, tree)
-
-        def first(width: int) -> Kept:
-            return Kept.of(self.verify_tree(params, request, state, first_nodes(tree, width)))
-
-        kept = lax.switch(choice.number, [functools.partial(first, width) for width in self.widths])
-        width = jnp.broadcast_to(jnp.asarray(self.widths, jnp.int32)[choice.number], state.rounds.shape)
-        state = state.replace(
-            widths=write_rows(state.widths, width[:, None], state.rounds),
-            choice=choice.observe(self.widths, promised, kept.walk, ~state.done, self.look_every),
-        )
-        return self.commit(params, request, state, kept)
+        """One round of the proposer's whole tree: pure, static in shape."""
+        verified = self.verify_tree(params, request, state, self._propose(params, state))
+        return self.commit(params, request, state, Kept.of(verified))
 
     def advance(self, params: Any, request: Request, state: DecodeState, max_rounds: jax.Array) -> DecodeState:
         """Rounds until every slot is done, `max_rounds` [] int32 at most."""
@@ -228,22 +215,51 @@ class DecodeLoop:
             rounds, state = carry
             return (rounds < max_rounds) & ~jnp.all(state.done)
 
-        def body(carry):
+        def one_round(carry):
             rounds, state = carry
             return rounds + 1, self.decode_round(params, request, state)
 
-        return lax.while_loop(unfinished, body, (jnp.int32(0), state))[1]
+        def until_the_next_look(carry):
+            rounds, state = carry
+            state = self._look(params, request, state)
+            return lax.switch(state.choice.number, [of_width(n) for n in range(len(self.widths))], (rounds, state))
+
+        def of_width(number):
+            def one_round(carry):
+                rounds, state = carry
+                return rounds + 1, self._round_of_width(number, params, request, state)
+
+            return lambda carry: lax.while_loop(lambda c: unfinished(c) & (c[1].choice.left > 0), one_round, carry)
+
+        # A loop for each width, and no branch inside a round: on a GPU, branches make rounds slower by a tenth or more.
+        return lax.while_loop(unfinished, until_the_next_look if self.widths else one_round, (jnp.int32(0), state))[1]
+
+    def _round_of_width(self, number: int, params: Any, request: Request, state: DecodeState) -> DecodeState:
+        """`decode_round` of the first `widths[number]` nodes."""
+        width = self.widths[number]
+        narrow = dataclasses.replace(self, proposer=self.proposer.of_width(width), widths=())
+        scores = self.proposer.draft(*self._given(params, state))
+        tree = narrow.proposer.build(params["drafter"], scores, state.root)
+        verified = narrow.verify_tree(params, request, state, tree)
+        active = ~state.done
+        choice = state.choice.observe(self.widths, promises(tree, self.widths, active), verified.walk, active)
+        taken = write_rows(state.widths, jnp.full((len(active), 1), width, jnp.int32), state.rounds)
+        state = state.replace(widths=taken, choice=choice, scores=scores)
+        return narrow.commit(params, request, state, Kept.of(verified))
+
+    def _look(self, params: Any, request: Request, state: DecodeState) -> DecodeState:
+        """With the width of the rounds to come, if one is to be chosen."""
+        # Only probabilities count, so any root will do.
+        tree, active = self.proposer.build(params["drafter"], state.scores, state.root), ~state.done
+        length = state.target_cache.length
+        choice = state.choice.look(promises(tree, self.widths, active), request.costs, length, active, self.look_every)
+        return state.replace(choice=choice)
 
     def _propose(self, params, state):
-        given = params["drafter"], params["target"], state.drafter_cache, state.root
-        if self.widths:
-            return self.proposer.propose_within(*given, self.widths, state.choice.to_draft(self.widths))
-        return self.proposer.propose(*given)
+        return self.proposer.propose(*self._given(params, state))
 
-    def _choose(self, request, state, tree):
-        """(choice with the width to verify, promises of the segments)."""
-        promised = promises(tree, self.widths, ~state.done)
-        return state.choice.look(promised, request.costs, state.target_cache.length, ~state.done), promised
+    def _given(self, params, state):
+        return params["drafter"], params["target"], state.drafter_cache, state.root
 
     def _absorb(self, params, drafter_cache, rows):
         return self.proposer.absorb(params["drafter"], params["target"], drafter_cache, rows)

@@ -47,6 +47,7 @@ class DecodeState:
       done: [B] bool.
       widths: [B, O] int32, nodes verified by each round, as `accepted`; None where all rounds have the same width.
       choice: the width in use, and what its choice goes by; None likewise.
+      scores: by which the last round drafted (`Proposer.draft`), zeros before it; None likewise.
     """
 
     target_cache: KVCache
@@ -59,6 +60,11 @@ class DecodeState:
     done: jax.Array
     widths: jax.Array | None = None
     choice: WidthChoice | None = None
+    scores: Any = None
+
+    def results(self) -> "DecodeState":
+        """Without what only further rounds need: small."""
+        return self.replace(target_cache=None, drafter_cache=None, scores=None)
 
 
 def write_rows(buffer: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:

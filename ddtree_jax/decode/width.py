@@ -5,8 +5,9 @@ width that promises the most tokens a second: 1 + the probabilities of its nodes
 corrected by what came of such promises before, over the measured time of a round of that width. Costs are a staircase
 (whole tiles, whole waves of thread blocks), so all widths are compared.
 
-Every few rounds the widest tree is drafted and a width chosen. The rounds until the next look draft and verify that
-width: nodes that no round verifies would be drafted for nothing. A text never depends on the choice.
+A width is chosen every few rounds, in a look, and the rounds until the next one draft and verify that width. What wider
+trees promise is seen at looks alone, from the widest tree that the last round's distributions give. The first round
+verifies the widest. A text never depends on the choice.
 
 Shape letters: B slots, N nodes of a tree, W widths, K measured contexts, P rows of a path.
 """
@@ -46,6 +47,11 @@ class RoundCosts:
         """All widths cost the same, as host arrays: for decodes of no rounds."""
         return cls(np.zeros(1, np.float32), np.ones((1, len(widths)), np.float32))
 
+    @classmethod
+    def all_but(cls, number: int, count: int) -> "RoundCosts":
+        """Of `count` widths all but one are too dear to be taken, as host arrays: to hold a loop at that one."""
+        return cls(np.zeros(1, np.float32), np.where(np.arange(count) == number, 1, 1e9).astype(np.float32)[None])
+
     def at(self, context: jax.Array) -> jax.Array:
         """Seconds [W] at a context [] float32, linear between those that were measured."""
         return jax.vmap(lambda column: jnp.interp(context, self.contexts, column), in_axes=1)(self.seconds)
@@ -59,7 +65,7 @@ class WidthChoice:
 
     Attributes:
       number: [] int32, of the width in use, from 0.
-      rounds: [] int32, rounds since the last look; 0 where the next round is one.
+      left: [] int32, rounds before the next look.
       promised, accepted: [W] float32, tokens of each segment promised and accepted, sums over rounds that verified it,
         old ones fading: the calibration.
       hoped, drafted: [W] float32, what a slot was promised of each segment, and how often the segment was drafted, sums
@@ -67,7 +73,7 @@ class WidthChoice:
     """
 
     number: jax.Array
-    rounds: jax.Array
+    left: jax.Array
     promised: jax.Array
     accepted: jax.Array
     hoped: jax.Array
@@ -75,12 +81,9 @@ class WidthChoice:
 
     @classmethod
     def empty(cls, widths: Sequence[int]) -> "WidthChoice":
-        number, rounds = (jnp.zeros((), jnp.int32) for _ in range(2))
-        return cls(number, rounds, *(jnp.zeros((len(widths),), jnp.float32) for _ in range(4)))
-
-    def to_draft(self, widths: Sequence[int]) -> jax.Array:
-        """Number of the width that the round drafts, [] int32."""
-        return jnp.where(self.rounds == 0, len(widths) - 1, self.number)
+        """Before the first round: of the widest tree, and then a look."""
+        nothing = (jnp.zeros((len(widths),), jnp.float32) for _ in range(4))
+        return cls(jnp.int32(len(widths) - 1), jnp.int32(1), *nothing)
 
     def rates(self) -> list[jax.Array]:
         """Accepted tokens for each promised one, W times [] float32; little known, those of the segment before."""
@@ -90,37 +93,48 @@ class WidthChoice:
             rates.append(rate)
         return rates
 
-    def look(self, promised: jax.Array, costs: RoundCosts, length: jax.Array, active: jax.Array) -> "WidthChoice":
-        """With the width that the round verifies: the best, if it drafted all of them.
+    def look(
+        self, promised: jax.Array, costs: RoundCosts, length: jax.Array, active: jax.Array, look_every: int
+    ) -> "WidthChoice":
+        """With the best width for `look_every` rounds, if none are left of the last one.
 
         Args:
-          promised: [W] float32, of the drafted tree (`promises`).
+          promised: [W] float32, of the widest tree for the last round (`promises`).
           costs: of W widths.
           length: [B] int32, committed tokens.
           active: [B] bool, slots that still decode.
         """
         slots = jnp.maximum(jnp.sum(active, dtype=jnp.float32), 1.0)
         context = jnp.sum(jnp.where(active, length, 0)).astype(jnp.float32) / slots
-        looked = self.rounds == 0
-        seen = looked | (jnp.arange(promised.shape[0], dtype=jnp.int32) <= self.number)
-        hoped = jnp.where(seen, _RECENT * self.hoped + promised / slots, self.hoped)
-        drafted = jnp.where(seen, _RECENT * self.drafted + 1.0, self.drafted)
+        looks = self.left == 0
+        unseen = looks & (jnp.arange(promised.shape[0], dtype=jnp.int32) > self.number)
+        hoped, drafted = self._hoped(promised / slots, unseen)
         best = best_width(self.rates(), hoped / jnp.maximum(drafted, 1.0), costs.at(context))
-        return self.replace(number=jnp.where(looked, best, self.number), hoped=hoped, drafted=drafted)
+        return self.replace(
+            number=jnp.where(looks, best, self.number), left=jnp.where(looks, look_every, self.left), hoped=hoped,
+            drafted=drafted,
+        )  # fmt: skip
 
-    def observe(
-        self, widths: Sequence[int], promised: jax.Array, walk: Acceptance, active: jax.Array, look_every: int
-    ) -> "WidthChoice":
-        """After a round that accepted `walk`; `look_every` rounds lie between looks."""
+    def observe(self, widths: Sequence[int], promised: jax.Array, walk: Acceptance, active: jax.Array) -> "WidthChoice":
+        """After a round of the width in use, whose tree `promised` [W] float32 and which accepted `walk`."""
         step = jnp.arange(1, walk.path.shape[1], dtype=jnp.int32)[None]
         accepted = (step < walk.length[:, None]) & active[:, None]
         taken = _in_segment(walk.path[:, 1:], widths) & accepted[None]
         tried = jnp.arange(len(widths), dtype=jnp.int32) <= self.number
+        slots = jnp.maximum(jnp.sum(active, dtype=jnp.float32), 1.0)
+        hoped, drafted = self._hoped(promised / slots, tried)
         return self.replace(
-            rounds=(self.rounds + 1) % look_every,
+            left=self.left - 1,
             promised=_MEMORY * self.promised + jnp.where(tried, promised, 0.0),
             accepted=_MEMORY * self.accepted + jnp.sum(taken, axis=(1, 2), dtype=jnp.float32),
+            hoped=hoped,
+            drafted=drafted,
         )
+
+    def _hoped(self, promised: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """`hoped` and `drafted` with what a slot was promised of the segments `seen` [W] bool."""
+        hoped = jnp.where(seen, _RECENT * self.hoped + promised, self.hoped)
+        return hoped, jnp.where(seen, _RECENT * self.drafted + 1.0, self.drafted)
 
 
 def promises(tree: DraftTree, widths: Sequence[int], active: jax.Array) -> jax.Array:

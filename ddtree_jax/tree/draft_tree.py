@@ -76,36 +76,8 @@ def unpack_ancestors(tree: DraftTree) -> jax.Array:
     return unpack_bits(tree.ancestors, tree.num_nodes)
 
 
-def first_nodes(tree: DraftTree, width: int) -> DraftTree:
-    """The tree of the first `width` nodes (static, 1..N): parents come first, so none is cut off."""
-    return DraftTree(
-        tokens=tree.tokens[:, :width],
-        parent=tree.parent[:, :width],
-        depth=tree.depth[:, :width],
-        log_prob=tree.log_prob[:, :width],
-        size=jnp.minimum(tree.size, width),
-        ancestors=tree.ancestors[:, :width, : num_words(width)],
-    )
-
-
-def padded(tree: DraftTree, num_nodes: int) -> DraftTree:
-    """The same tree at a width of `num_nodes`, static, N or more."""
-    missing = num_nodes - tree.num_nodes
-    behind = ((0, 0), (0, missing))
-    alone = static_bits(np.eye(num_nodes, dtype=bool))[tree.num_nodes :]
-    words = ((0, 0), (0, 0), (0, num_words(num_nodes) - tree.ancestors.shape[-1]))
-    return DraftTree(
-        tokens=jnp.pad(tree.tokens, behind),
-        parent=jnp.pad(tree.parent, behind),
-        depth=jnp.pad(tree.depth, behind),
-        log_prob=jnp.pad(tree.log_prob, behind, constant_values=-jnp.inf),
-        size=tree.size,
-        ancestors=jnp.concatenate([jnp.pad(tree.ancestors, words), in_every_slot(alone, len(tree.tokens))], axis=1),
-    )
-
-
 def only_first(tree: DraftTree, count: jax.Array) -> DraftTree:
-    """`first_nodes` of a number [] int32 known only on the device: the others become padding."""
+    """The tree of the first `count` nodes, [] int32 (parents come first, so none is cut off); the others are padding."""
     num_nodes = tree.num_nodes
     live = jnp.arange(num_nodes, dtype=jnp.int32)[None] < count
     alone = jnp.asarray(static_bits(np.eye(num_nodes, dtype=bool)))[None]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import ddtree_jax as dt
 from ddtree_jax.decode import run as device
 from ddtree_jax.decode.plan import make_plan
-from ddtree_jax.decode.proposers import Shape
+from ddtree_jax.decode.proposers import MostProbable, Shape
 from ddtree_jax.models.selector import log_conditionals
 from ddtree_jax.prepare import inputs
 from ddtree_jax.tree import top_tokens
@@ -82,10 +82,20 @@ class Scripted:
         return jax.vmap(one)(script, position)
 
     def propose(self, params, target_params, cache, root):
-        return self.shape.build(*top_tokens(self.log_probs(params, cache), self.shape.ranks(self.vocab_size)), root)
+        return self.build(params, self.draft(params, target_params, cache, root), root)
 
-    def propose_within(self, params, target_params, cache, root, widths, number):
-        return self.propose(params, target_params, cache, root)
+    def of_width(self, num_nodes):
+        return dataclasses.replace(self, shape=MostProbable(num_nodes))
+
+    def draft(self, params, target_params, cache, root):
+        return self.log_probs(params, cache)
+
+    def empty_scores(self, batch):
+        return jnp.zeros((batch, self.shape.depths(self.depth), self.vocab_size), jnp.float32)
+
+    def build(self, params, scores, root):
+        scores = scores[:, : self.shape.depths(self.depth)]
+        return self.shape.build(*top_tokens(scores, self.shape.ranks(self.vocab_size)), root)
 
     def absorb(self, params, target_params, cache, rows):
         return cache + rows.count

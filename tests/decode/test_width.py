@@ -21,7 +21,7 @@ from ddtree_jax.decode.plan import make_plan
 from ddtree_jax.decode.proposers import DFlashProposer, MostProbable
 from ddtree_jax.decode.width import RoundCosts, WidthChoice, best_width, promises
 from ddtree_jax.models.decoder import Decoder
-from ddtree_jax.tree import Acceptance, build_tree, first_nodes, only_first, padded, unpack_ancestors
+from ddtree_jax.tree import Acceptance, build_tree, only_first, unpack_ancestors
 
 WIDTHS = (4, 8, 32)
 PROMPTS = [[3, 1, 4, 1, 5], [9] * 19, [2, 7]]
@@ -58,12 +58,15 @@ def test_the_first_nodes_are_the_narrower_tree():
     wide = build_tree(log_probs, 40, root_tokens=roots)
     for width in (8, 33):
         narrow = build_tree(log_probs, width, root_tokens=roots)
-        jax.tree.map(np.testing.assert_array_equal, first_nodes(wide, width), narrow)
-        masked = only_first(wide, jnp.int32(width))
-        jax.tree.map(np.testing.assert_array_equal, first_nodes(masked, width), narrow)
-        jax.tree.map(np.testing.assert_array_equal, padded(narrow, 40), masked)
-        assert masked.size.tolist() == [width, width]
-        alone = np.asarray(unpack_ancestors(masked))[:, width:]
+        first = only_first(wide, jnp.int32(width))
+        for field in ("tokens", "parent", "depth", "log_prob"):
+            np.testing.assert_array_equal(getattr(first, field)[:, :width], getattr(narrow, field), err_msg=field)
+        assert first.size.tolist() == [width, width]
+        assert not first.tokens[:, width:].any() and np.all(np.isneginf(first.log_prob[:, width:]))
+        sees = np.asarray(unpack_ancestors(first))
+        np.testing.assert_array_equal(sees[:, :width, :width], unpack_ancestors(narrow))
+        assert not sees[:, :width, width:].any()
+        alone = sees[:, width:]
         np.testing.assert_array_equal(alone, np.broadcast_to(np.eye(40, dtype=bool)[width:], alone.shape))
 
 
@@ -80,7 +83,7 @@ def choice_of(seed, **fields):
     rng = np.random.default_rng(seed)
     sums = {name: rng.uniform(0, 20, 3) for name in ("promised", "accepted", "hoped")}
     sums = {name: jnp.asarray(x, jnp.float32) for name, x in (sums | {"drafted": rng.uniform(1, 9, 3)}).items()}
-    return WidthChoice(**{"number": jnp.int32(1), "rounds": jnp.int32(0)} | sums | fields)
+    return WidthChoice(**{"number": jnp.int32(0), "left": jnp.int32(0)} | sums | fields)
 
 
 @settings(max_examples=60, deadline=None)
@@ -93,31 +96,34 @@ def test_a_look_takes_the_full_argmax(seed):
     before = choice_of(seed)
     costs = RoundCosts(jnp.array([100.0, 1000.0]), jnp.asarray(rng.uniform(0.5, 2, (2, 3)), jnp.float32))
     promised = promises(tree, WIDTHS, jnp.asarray(active))
-    after = before.look(promised, costs, jnp.asarray(length), jnp.asarray(active))
+    after = before.look(promised, costs, jnp.asarray(length), jnp.asarray(active), 8)
 
     probability = np.exp(np.asarray(tree.log_prob, np.float64)) * active[:, None]
     segments = np.array([probability[:, a:b].sum() for a, b in itertools.pairwise([1, *WIDTHS])])
     np.testing.assert_allclose(promised, segments, rtol=1e-5)
-    hoped = 0.9 * np.asarray(before.hoped, np.float64) + segments / active.sum()
-    drafted = 0.9 * np.asarray(before.drafted, np.float64) + 1
+    # The first segment was counted when the last round drafted it.
+    hoped, drafted = (np.asarray(x, np.float64) for x in (before.hoped, before.drafted))
+    hoped = np.append(hoped[:1], 0.9 * hoped[1:] + segments[1:] / active.sum())
+    drafted = np.append(drafted[:1], 0.9 * drafted[1:] + 1)
     np.testing.assert_allclose([after.hoped, after.drafted], [hoped, drafted], rtol=1e-5)
     rates = rates_of(*(np.asarray(x, np.float64) for x in (before.promised, before.accepted)))
     tokens = 1 + np.cumsum(rates * hoped / drafted)
     share = (length[active].mean() - 100) / 900
     speeds = tokens / ((1 - share) * np.asarray(costs.seconds[0]) + share * np.asarray(costs.seconds[1]))
-    assert speeds[int(after.number)] >= speeds.max() * (1 - 1e-5)
+    assert speeds[int(after.number)] >= speeds.max() * (1 - 1e-5) and after.left == 8
 
 
-def test_between_looks_the_width_stays_and_only_what_was_drafted_is_seen():
-    before = choice_of(3, rounds=jnp.int32(5))
+def test_between_looks_nothing_is_chosen():
+    before = choice_of(3, number=jnp.int32(1), left=jnp.int32(5))
     costs = RoundCosts(jnp.zeros((1,)), jnp.array([[1.0, 1e9, 1e9]]))
-    promised, length = jnp.array([1.0, 0.5, 0.0]), jnp.array([7], jnp.int32)
-    after = before.look(promised, costs, length, jnp.array([True]))
-    assert after.number == before.number == 1 and before.to_draft(WIDTHS) == 1
-    np.testing.assert_allclose(after.hoped[:2], 0.9 * before.hoped[:2] + promised[:2], rtol=1e-6)
-    assert after.hoped[2] == before.hoped[2] and after.drafted[2] == before.drafted[2]
-    looked = before.replace(rounds=jnp.int32(0))
-    assert looked.to_draft(WIDTHS) == 2 and looked.look(promised, costs, length, jnp.array([True])).number == 0
+    args = jnp.array([1.0, 0.5, 0.1]), costs, jnp.array([7], jnp.int32), jnp.array([True]), 8
+    jax.tree.map(np.testing.assert_array_equal, before.look(*args), before)
+    assert before.replace(left=jnp.int32(0)).look(*args).number == 0
+
+
+def test_the_first_round_is_of_the_widest_tree():
+    choice = WidthChoice.empty(WIDTHS)
+    assert choice.number == 2 and choice.left == 1
 
 
 def test_a_dear_width_is_taken_where_it_pays_and_only_there():
@@ -137,14 +143,16 @@ def test_calibration_counts_what_was_tried():
         number=jnp.int32(2), promised=jnp.full((3,), 10.0), accepted=jnp.full((3,), 5.0)
     )
     promised, active = jnp.array([1.5, 0.5, 0.25]), jnp.array([True, False])
-    after = before.observe(WIDTHS, promised, walk, active, 2)
+    after = before.observe(WIDTHS, promised, walk, active)
     np.testing.assert_allclose(after.promised, [11.4, 10.4, 10.15], rtol=1e-6)
     np.testing.assert_allclose(after.accepted, [5.95] * 3, rtol=1e-6)  # slot 1 decodes no more
-    assert after.rounds == 1 and after.observe(WIDTHS, promised, walk, active, 2).rounds == 0
+    np.testing.assert_allclose([after.hoped, after.drafted], [promised, [1, 1, 1]], rtol=1e-6)
+    assert after.left == before.left - 1
     narrow = dataclasses.replace(walk, length=jnp.array([2, 1], jnp.int32))
-    after = before.replace(number=jnp.int32(0)).observe(WIDTHS, promised, narrow, active, 2)
+    after = before.replace(number=jnp.int32(0)).observe(WIDTHS, promised, narrow, active)
     np.testing.assert_allclose(after.promised, [11.4, 9.9, 9.9], rtol=1e-6)
     np.testing.assert_allclose(after.accepted, [5.95, 4.95, 4.95], rtol=1e-6)
+    np.testing.assert_allclose([after.hoped, after.drafted], [[1.5, 0, 0], [1, 0, 0]], rtol=1e-6)
     rates = after.rates()
     assert rates[2] < rates[0] < 1  # the prior of a segment is the rate of the one before
 
@@ -153,7 +161,7 @@ def test_calibration_counts_what_was_tried():
     "overrides",
     [
         {},
-        pytest.param(dict(draft_vocab_size=40, embedding_scale=2.0), marks=SLOW),
+        pytest.param(dict(draft_vocab_size=40, own_head=True, embedding_scale=2.0), marks=SLOW),
         pytest.param(dict(selector_rank=6), marks=SLOW),
     ],
 )
@@ -165,13 +173,19 @@ def test_a_narrower_draft_is_the_beginning_of_the_widest(overrides):
     cache = propose.init_cache(2, 128)
     given = drafter.params, target.params, cache, jnp.array([5, 9], jnp.int32)
     whole = jax.jit(propose.propose)(*given)
-    within = jax.jit(propose.propose_within, static_argnums=4)
-    for number, width in enumerate(WIDTHS):
-        tree = within(*given, WIDTHS, jnp.int32(number))
+    scores = jax.jit(propose.draft)(*given)
+    empty = propose.empty_scores(2)
+    assert jax.tree.map(jnp.shape, empty) == jax.tree.map(jnp.shape, scores)
+    assert [x.dtype for x in empty] == [x.dtype for x in scores]
+    for width in WIDTHS:
+        narrow = propose.of_width(width)
         expected = only_first(whole, jnp.int32(width))
-        np.testing.assert_allclose(tree.log_prob, expected.log_prob, rtol=1e-6)
-        for field in ("tokens", "parent", "depth", "size", "ancestors"):
-            np.testing.assert_array_equal(getattr(tree, field), getattr(expected, field), err_msg=field)
+        for tree in (jax.jit(narrow.propose)(*given), jax.jit(narrow.build)(drafter.params, scores, given[-1])):
+            np.testing.assert_allclose(tree.log_prob, expected.log_prob[:, :width], rtol=1e-6)
+            for field in ("tokens", "parent", "depth"):
+                np.testing.assert_array_equal(getattr(tree, field), getattr(expected, field)[:, :width], err_msg=field)
+            np.testing.assert_array_equal(tree.size, expected.size)
+            np.testing.assert_array_equal(unpack_ancestors(tree), unpack_ancestors(expected)[:, :width, :width])
 
 
 def test_costs_are_what_more_rounds_add_to_a_call(pair, monkeypatch):
@@ -195,22 +209,26 @@ def test_costs_are_what_more_rounds_add_to_a_call(pair, monkeypatch):
     np.testing.assert_allclose(costs.seconds, [[1, 2, 3]] * len(costs.contexts), rtol=1e-6)
 
 
-def costs_for(width):
-    prices = np.where(np.array(WIDTHS) == width, 1, 1e9).astype(np.float32)
-    return RoundCosts(np.zeros(1, np.float32), prices[None])
-
-
 @SLOW
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_priced_out_of_the_others_it_is_the_fixed_width(pair, monkeypatch, temperature):
-    """Tokens and accepted lengths of every round, whichever branch runs."""
+    """Tokens and accepted lengths of every round but the first, whichever loop runs."""
     shared = dict(temperature=temperature, max_new_tokens=24, seed=(1, 2, 3), stop_token_ids=())
     for width in WIDTHS if temperature else (4, 32):
-        monkeypatch.setattr("ddtree_jax.prepare.round_costs", lambda *_, width=width: costs_for(width))
+        costs = RoundCosts.all_but(WIDTHS.index(width), len(WIDTHS))
+        monkeypatch.setattr("ddtree_jax.prepare.round_costs", lambda *_, costs=costs: costs)
         auto = dt.generate(*pair, PROMPTS, dt.DecodeConfig(num_nodes="auto", widths=WIDTHS, **shared))
         fixed = dt.generate(*pair, PROMPTS, dt.DecodeConfig(num_nodes=width, **shared))
-        assert fixed.widths is None and {n for row in auto.widths for n in row} == {width}
-        assert (auto.tokens, auto.accepted_lengths) == (fixed.tokens, fixed.accepted_lengths)
+        assert fixed.widths is None and {n for row in auto.widths for n in row[1:]} == {width}
+        assert {row[0] for row in auto.widths} == {WIDTHS[-1]}
+        assert auto.tokens == fixed.tokens
+        for chosen, plain in zip(auto.accepted_lengths, fixed.accepted_lengths):
+            # From where both begin a round: the first of all may have brought the widest tree more.
+            chosen, plain = (np.cumsum(lengths) for lengths in (chosen, plain))
+            shared_ends = np.intersect1d(chosen, plain)
+            assert len(shared_ends) > len(plain) // 2
+            for ends in (chosen, plain):
+                np.testing.assert_array_equal(ends[ends >= shared_ends[0]], shared_ends)
 
 
 def changing_costs():
@@ -320,7 +338,7 @@ def test_the_folder_of_the_tables(monkeypatch):
 def test_a_folder_that_cannot_be_written_costs_a_warning(pair, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv(round_costs.CACHE_VARIABLE, str(tmp_path / "file"))
-    monkeypatch.setattr(round_costs, "measure", lambda *_: costs_for(4))
+    monkeypatch.setattr(round_costs, "measure", lambda *_: RoundCosts.all_but(0, 3))
     with pytest.warns(UserWarning, match=r"file/round_costs/\w+.json: round costs cannot be kept"):
         dt.generate(*pair, PROMPTS[:1], dt.DecodeConfig(num_nodes="auto", widths=WIDTHS, max_new_tokens=4))
 

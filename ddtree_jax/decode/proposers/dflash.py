@@ -10,12 +10,10 @@ K candidates.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from ddtree_jax.config import DrafterConfig
 from ddtree_jax.decode.proposers.protocol import TextRows
@@ -24,7 +22,7 @@ from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
 from ddtree_jax.models.dflash import DFlash
 from ddtree_jax.models.selector import log_conditionals
-from ddtree_jax.tree import DraftTree, padded, top_log_probs
+from ddtree_jax.tree import DraftTree, top_log_probs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,27 +109,25 @@ class DFlashProposer:
         return logits
 
     def propose(self, params: Any, target_params: Any, cache: KVCache, root: jax.Array) -> DraftTree:
-        return self._tree(params, self._scores(params, target_params, cache, root), root)
+        return self.build(params, self.draft(params, target_params, cache, root), root)
 
-    def propose_within(
-        self, params: Any, target_params: Any, cache: KVCache, root: jax.Array, widths: tuple[int, ...],
-        number: jax.Array,
-    ) -> DraftTree:  # fmt: skip
-        scores = self._scores(params, target_params, cache, root)
+    def of_width(self, num_nodes: int) -> "DFlashProposer":
+        return dataclasses.replace(self, shape=MostProbable(num_nodes))
 
-        def first(width: int) -> DraftTree:
-            narrow = dataclasses.replace(self, shape=MostProbable(width))
-            return padded(narrow._tree(params, scores, root), widths[-1])
-
-        return lax.switch(number, [functools.partial(first, width) for width in widths])
-
-    def _scores(self, params: Any, target_params: Any, cache: KVCache, root: jax.Array) -> tuple[jax.Array, ...]:
+    def draft(self, params: Any, target_params: Any, cache: KVCache, root: jax.Array) -> tuple[jax.Array, ...]:
         """What trees are built from: the logits, or `conditionals`."""
         if self.config.selector_rank:
             return self.conditionals(params, target_params, cache, root)
         return (self.logits(params, target_params, cache, root),)
 
-    def _tree(self, params: Any, scores: tuple[jax.Array, ...], root: jax.Array) -> DraftTree:
+    def empty_scores(self, batch: int) -> tuple[jax.Array, ...]:
+        c, depths = self.config, self.shape.depths(self.depth)
+        if c.selector_rank:
+            k = c.max_candidates
+            return jnp.zeros((batch, depths, k), jnp.int32), jnp.zeros((batch, depths, k, k), jnp.float32)
+        return (jnp.zeros((batch, depths, c.vocab_size), jnp.float32),)
+
+    def build(self, params: Any, scores: tuple[jax.Array, ...], root: jax.Array) -> DraftTree:
         scores = tuple(x[:, : self.shape.depths(self.depth)] for x in scores)
         if self.config.selector_rank:
             return self.shape.build_conditional(*scores, root)

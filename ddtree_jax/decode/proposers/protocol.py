@@ -65,13 +65,19 @@ class Proposer(Protocol):
     def propose(self, params: Any, target_params: Any, cache: Any, root: jax.Array) -> DraftTree:
         """The tree below the last committed tokens `root` [B]. It must not depend on anything but the text."""
 
-    def propose_within(
-        self, params: Any, target_params: Any, cache: Any, root: jax.Array, widths: tuple[int, ...], number: jax.Array
-    ) -> DraftTree:
-        """`propose` where no node past `widths[number]`, number [] int32, will be verified: such may be padding.
+    # Only of methods whose nodes come in order of probability, for loops of several widths.
 
-        Only of methods whose nodes come in order of probability; the tree's own width is the last of `widths`.
-        """
+    def of_width(self, num_nodes: int) -> "Proposer":
+        """The proposer of the first `num_nodes` nodes, by the same parameters, caches and scores."""
+
+    def draft(self, params: Any, target_params: Any, cache: Any, root: jax.Array) -> Any:
+        """The scores that trees are built from: the drafter's part of `propose`."""
+
+    def empty_scores(self, batch: int) -> Any:
+        """Zeros of the shapes of `draft`."""
+
+    def build(self, params: Any, scores: Any, root: jax.Array) -> DraftTree:
+        """The tree of such scores, also those of the proposer of a wider tree: the rest of `propose`."""
 
     def absorb(self, params: Any, target_params: Any, cache: Any, rows: TextRows) -> Any:
         """The cache with `rows` appended."""
