@@ -2,9 +2,10 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,13 @@ from ddtree_jax.config import AUTO, DecodeConfig
 from ddtree_jax.decode import run as device
 from ddtree_jax.decode.plan import Plan, make_plan
 from ddtree_jax.decode.state import DecodeState
+from ddtree_jax.decode.width import RoundCosts
 from ddtree_jax.loading import Drafter, Target
 from ddtree_jax.prepare import inputs, prepare
 from ddtree_jax.prompts import Prompt
+
+# Of a program's first runs: where widths are chosen, the first round's and some of the width in question.
+_FIRST_TOKENS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,14 +115,15 @@ def _decode_batch(
     Returns:
       the last state without caches, on the host; seconds of the call; seconds of compiling and measuring before it.
     """
+    make_args = functools.partial(inputs, target, drafter, plan, encoded, first, temperature)
     began = time.perf_counter()
-    args = inputs(target, drafter, plan, encoded, first, temperature)
+    args = make_args()
     measuring = time.perf_counter() - began if plan.loop.widths and first == 0 else 0.0
     call, compiling = device.executable(device.run, plan.loop, *args)
     if compiling:
-        compiling += measuring + _first_run(call, args)
-        del args  # the state was donated
-        args = inputs(target, drafter, plan, encoded, first, temperature)
+        del args
+        compiling += measuring + _first_runs(call, plan, make_args)
+        args = make_args()
     jax.block_until_ready(args)
     began = time.perf_counter()
     state = call(*args)
@@ -126,11 +132,15 @@ def _decode_batch(
     return state, time.perf_counter() - began, compiling
 
 
-def _first_run(call, args) -> float:
-    """Runs a new program for two tokens, so that what its first call costs is in no speed; returns the seconds."""
-    params, request, *rest = args
+def _first_runs(call: Callable, plan: Plan, make_args: Callable[..., tuple]) -> float:
+    """Runs a new program for a few tokens, once at each of its widths, so that what first rounds cost (CUDA graphs are
+    written) is in no speed; returns the seconds."""
     began = time.perf_counter()
-    jax.block_until_ready(call(params, request.replace(limit=jnp.minimum(request.limit, 2)), *rest))
+    count = len(plan.loop.widths)
+    for costs in [RoundCosts.all_but(n, count) for n in range(count)] or [None]:
+        params, request, *rest = make_args(costs=costs)
+        few = request.replace(limit=jnp.minimum(request.limit, _FIRST_TOKENS))
+        jax.block_until_ready(call(params, few, *rest))
     return time.perf_counter() - began
 
 
@@ -155,10 +165,10 @@ def compile_ahead(
         config = dataclasses.replace(config, seed=0, batch_size=batch)
         prompts = [[0] * prompt_length] * batch
         plan = make_plan(config, target.config, None if drafter is None else drafter.config, [prompt_length] * batch)
-        args = inputs(target, drafter, plan, prompts, 0, config.temperature)
-        call, compiling = device.executable(device.run, plan.loop, *args)
+        make_args = functools.partial(inputs, target, drafter, plan, prompts, 0, config.temperature)
+        call, compiling = device.executable(device.run, plan.loop, *make_args())
         if compiling:
-            _first_run(call, args)
+            _first_runs(call, plan, make_args)
 
     began = time.perf_counter()
     fixed = [c for c in configs if c.num_nodes != AUTO]

@@ -68,7 +68,7 @@ def measure(plan: Plan, params: Any) -> RoundCosts:
     """Times rounds of each width at a short and at a long context of the plan's cache; see `round_costs`.
 
     A call has costs of its own, which widths share (a small model's are those of a round or two), and its first round
-    is of the widest tree: what counts is what more rounds add to a call of one.
+    is of another width: what counts is what more rounds add to a call of one.
     """
     loop, path, widths = plan.loop, plan.loop.proposer.max_path, range(len(plan.loop.widths))
     params = loop.prepare(params)  # as a stream has them, so that it finds the same program compiled

@@ -6,8 +6,8 @@ corrected by what came of such promises before, over the measured time of a roun
 (whole tiles, whole waves of thread blocks), so all widths are compared.
 
 A width is chosen every few rounds, in a look, and the rounds until the next one draft and verify that width. What wider
-trees promise is seen at looks alone, from the widest tree that the last round's distributions give. The first round
-verifies the widest. A text never depends on the choice.
+trees promise is seen at looks alone, from the widest tree that the last round's distributions give. The first round is
+of the middle width. A text never depends on the choice.
 
 Shape letters: B slots, N nodes of a tree, W widths, K measured contexts, P rows of a path.
 """
@@ -81,9 +81,9 @@ class WidthChoice:
 
     @classmethod
     def empty(cls, widths: Sequence[int]) -> "WidthChoice":
-        """Before the first round: of the widest tree, and then a look."""
+        """Before the first round: one of the middle width (the narrower of two), and then a look."""
         nothing = (jnp.zeros((len(widths),), jnp.float32) for _ in range(4))
-        return cls(jnp.int32(len(widths) - 1), jnp.int32(1), *nothing)
+        return cls(jnp.int32((len(widths) - 1) // 2), jnp.int32(1), *nothing)
 
     def rates(self) -> list[jax.Array]:
         """Accepted tokens for each promised one, W times [] float32; little known, those of the segment before."""

@@ -77,7 +77,7 @@ def unpack_ancestors(tree: DraftTree) -> jax.Array:
 
 
 def only_first(tree: DraftTree, count: jax.Array) -> DraftTree:
-    """The tree of the first `count` nodes, [] int32 (parents come first, so none is cut off); the others are padding."""
+    """The tree of the first `count` nodes, [] int32 (parents come first, so none is lost); the others are padding."""
     num_nodes = tree.num_nodes
     live = jnp.arange(num_nodes, dtype=jnp.int32)[None] < count
     alone = jnp.asarray(static_bits(np.eye(num_nodes, dtype=bool)))[None]

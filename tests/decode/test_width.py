@@ -121,9 +121,10 @@ def test_between_looks_nothing_is_chosen():
     assert before.replace(left=jnp.int32(0)).look(*args).number == 0
 
 
-def test_the_first_round_is_of_the_widest_tree():
-    choice = WidthChoice.empty(WIDTHS)
-    assert choice.number == 2 and choice.left == 1
+@pytest.mark.parametrize("widths, number", [((4,), 0), ((4, 8), 0), ((4, 8, 32), 1), ((4, 8, 32, 64), 1)])
+def test_the_first_round_is_of_the_middle_width(widths, number):
+    choice = WidthChoice.empty(widths)
+    assert choice.number == number and choice.left == 1
 
 
 def test_a_dear_width_is_taken_where_it_pays_and_only_there():
@@ -220,10 +221,10 @@ def test_priced_out_of_the_others_it_is_the_fixed_width(pair, monkeypatch, tempe
         auto = dt.generate(*pair, PROMPTS, dt.DecodeConfig(num_nodes="auto", widths=WIDTHS, **shared))
         fixed = dt.generate(*pair, PROMPTS, dt.DecodeConfig(num_nodes=width, **shared))
         assert fixed.widths is None and {n for row in auto.widths for n in row[1:]} == {width}
-        assert {row[0] for row in auto.widths} == {WIDTHS[-1]}
+        assert {row[0] for row in auto.widths} == {WIDTHS[1]}
         assert auto.tokens == fixed.tokens
         for chosen, plain in zip(auto.accepted_lengths, fixed.accepted_lengths):
-            # From where both begin a round: the first of all may have brought the widest tree more.
+            # From where both begin a round: the first of all was of another width.
             chosen, plain = (np.cumsum(lengths) for lengths in (chosen, plain))
             shared_ends = np.intersect1d(chosen, plain)
             assert len(shared_ends) > len(plain) // 2
