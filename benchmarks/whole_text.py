@@ -118,9 +118,11 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     except ValueError as error:
         parser.error(str(error))
     prompt = np.random.default_rng(0).integers(1, target.vocab_size, args.prompt).tolist()
+    changing = changing_costs(widths, auto, args.prompt)
     texts = [Text(f"N = {n}", p, prompt, None) for n, p in zip(widths, fixed)]
-    held = [Text(f"auto {n}", auto, prompt, RoundCosts.all_but(i, len(widths))) for i, n in enumerate(widths)]
-    texts += [*held, Text("auto, changing", auto, prompt, changing_costs(widths, auto, args.prompt))]
+    costs = [RoundCosts.all_but(i, len(widths), changing.contexts) for i in range(len(widths))]
+    texts += [Text(f"auto {n}", auto, prompt, held) for n, held in zip(widths, costs)]
+    texts.append(Text("auto, changing", auto, prompt, changing))
 
     pair = Target(target, random_params(target)), Drafter(drafter, random_params(drafter))
     jax.block_until_ready([model.params for model in pair])

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ddtree_jax.config import AUTO, DecodeConfig
 from ddtree_jax.decode import run as device
@@ -132,13 +133,16 @@ def _decode_batch(
     return state, time.perf_counter() - began, compiling
 
 
-def _first_runs(call: Callable, plan: Plan, make_args: Callable[..., tuple]) -> float:
+def _first_runs(call: Callable, plan: Plan, make_args: Callable[[], tuple]) -> float:
     """Runs a new program for a few tokens, once at each of its widths, so that what first rounds cost (CUDA graphs are
     written) is in no speed; returns the seconds."""
     began = time.perf_counter()
     count = len(plan.loop.widths)
-    for costs in [RoundCosts.all_but(n, count) for n in range(count)] or [None]:
-        params, request, *rest = make_args(costs=costs)
+    for number in range(count or 1):
+        params, request, *rest = make_args()
+        if count:
+            held = RoundCosts.all_but(number, count, np.asarray(request.costs.contexts))
+            request = request.replace(costs=jax.device_put(held))
         few = request.replace(limit=jnp.minimum(request.limit, _FIRST_TOKENS))
         jax.block_until_ready(call(params, few, *rest))
     return time.perf_counter() - began

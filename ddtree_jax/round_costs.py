@@ -84,7 +84,7 @@ def measure(plan: Plan, params: Any) -> RoundCosts:
 
     def seconds(width: int, context: int, rounds: int) -> float:
         """Of a call."""
-        priced = jax.device_put(request.replace(costs=RoundCosts.all_but(width, len(widths))))
+        priced = jax.device_put(request.replace(costs=RoundCosts.all_but(width, len(widths), contexts)))
         state = at_context(_noisy_state(loop, plan.batch, plan.cache_rows, plan.output_rows), context)
         args = (params, priced, state, jnp.int32(rounds))
         call, _ = device.executable(device.advance, loop, *args)

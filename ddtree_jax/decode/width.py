@@ -48,9 +48,10 @@ class RoundCosts:
         return cls(np.zeros(1, np.float32), np.ones((1, len(widths)), np.float32))
 
     @classmethod
-    def all_but(cls, number: int, count: int) -> "RoundCosts":
+    def all_but(cls, number: int, count: int, contexts: Sequence[float] = (0,)) -> "RoundCosts":
         """Of `count` widths all but one are too dear to be taken, as host arrays: to hold a loop at that one."""
-        return cls(np.zeros(1, np.float32), np.where(np.arange(count) == number, 1, 1e9).astype(np.float32)[None])
+        seconds = np.where(np.arange(count) == number, 1, 1e9)
+        return cls(np.asarray(contexts, np.float32), np.tile(seconds.astype(np.float32), (len(contexts), 1)))
 
     def at(self, context: jax.Array) -> jax.Array:
         """Seconds [W] at a context [] float32, linear between those that were measured."""
