@@ -15,8 +15,10 @@ from scripted import Scripted, scripted_run
 import ddtree_jax as dt
 from ddtree_jax import testing
 from ddtree_jax.decode import run
+from ddtree_jax.decode.loop import DecodeLoop
 from ddtree_jax.decode.proposers import Chain, MostProbable
 from ddtree_jax.decode.sampling import position_noise
+from ddtree_jax.decode.width import RoundCosts
 from ddtree_jax.models import layers
 from ddtree_jax.models.cache import KVCache
 from ddtree_jax.models.decoder import Decoder
@@ -53,7 +55,7 @@ def decode(pair, temperature, **fields):
     config = dt.DecodeConfig(
         temperature=temperature, seed=SEEDS, max_new_tokens=NEW_TOKENS, prefill_chunk=CHUNK, **fields
     )
-    return dt.generate(*pair, PROMPTS, config).tokens
+    return dt.generate(*pair, PROMPTS, config)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +64,7 @@ def reference(pair):
 
     def get(temperature):
         if temperature not in cache:
-            cache[temperature] = decode((pair[0], None), temperature, method="autoregressive")
+            cache[temperature] = decode((pair[0], None), temperature, method="autoregressive").tokens
         return cache[temperature]
 
     return get
@@ -107,8 +109,19 @@ def check(target, found, expected, temperature):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("method,num_nodes", [("dflash", 2), ("ddtree", 16), ("ddtree", 64), ("ddtree", 256)])
 def test_methods_agree_but_for_near_ties(pair, reference, method, num_nodes, temperature):
-    tokens = decode(pair, temperature, method=method, num_nodes=num_nodes)
+    tokens = decode(pair, temperature, method=method, num_nodes=num_nodes).tokens
     assert check(pair[0], tokens, reference(temperature), temperature) >= COMMON
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_widths_that_change_agree_but_for_near_ties(pair, reference, temperature, monkeypatch):
+    contexts = np.arange(0, ROWS, 3, dtype=np.float32)
+    dear = np.where((np.arange(len(contexts)) % 2)[:, None] == np.arange(2), 1, 200).astype(np.float32)
+    monkeypatch.setattr("ddtree_jax.prepare.round_costs", lambda *_: RoundCosts(contexts, dear))
+    monkeypatch.setattr("ddtree_jax.decode.plan.DecodeLoop", functools.partial(DecodeLoop, look_every=2))
+    found = decode(pair, temperature, num_nodes="auto", widths=(16, 64))
+    assert {width for row in found.widths for width in row} == {16, 64}
+    assert check(pair[0], found.tokens, reference(temperature), temperature) >= COMMON
 
 
 def forget_programs():
@@ -129,7 +142,7 @@ def test_streaming_products_agree_but_for_near_ties(pair, reference, temperature
     expected = reference(temperature)
     monkeypatch.setattr(streaming_config, "measured_faster", lambda shape: True)
     forget_programs()
-    tokens = decode(pair, temperature, method="ddtree", num_nodes=64)
+    tokens = decode(pair, temperature, method="ddtree", num_nodes=64).tokens
     assert check(pair[0], tokens, expected, temperature) >= COMMON
 
 
@@ -145,7 +158,7 @@ def test_linear_chains_agree_but_for_near_ties(pair, reference, temperature, mon
     monkeypatch.setattr(Turns, "run", counted)
     monkeypatch.setattr(layers, "MATMUL", "chain")
     forget_programs()
-    tokens = decode(pair, temperature, method="ddtree", num_nodes=32)
+    tokens = decode(pair, temperature, method="ddtree", num_nodes=32).tokens
     assert {(96, True), (96, False), (48, False)} <= chains
     assert check(pair[0], tokens, expected, temperature) >= COMMON
 
