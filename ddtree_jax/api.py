@@ -20,8 +20,8 @@ from ddtree_jax.loading import Drafter, Target
 from ddtree_jax.prepare import inputs, prepare
 from ddtree_jax.prompts import Prompt
 
-# Of a program's first runs: where widths are chosen, the first round's and some of the width in question.
-_FIRST_TOKENS = 8
+# Of a program's first runs: where widths are chosen, those of the first rounds and some of the width in question.
+_FIRST_TOKENS = 16
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,7 +91,7 @@ class DecodeLoop:
     sample: bool
     chunk: int
     widths: tuple[int, ...] = ()
-    look_every: int = 8
+    look_every: int = 16
 
     def init_state(self, batch: int, cache_rows: int, output_rows: int) -> DecodeState:
         """An empty state. `cache_rows` and `output_rows` must leave P rows free past the last live one."""
@@ -106,7 +106,7 @@ class DecodeLoop:
             rounds=zeros(batch),
             done=jnp.zeros((batch,), bool),
             widths=zeros(batch, output_rows) if self.widths else None,
-            choice=WidthChoice.empty(self.widths) if self.widths else None,
+            choice=WidthChoice.empty(self.widths, self.look_every) if self.widths else None,
             scores=self.proposer.empty_scores(batch) if self.widths else None,
         )
 
@@ -219,33 +219,41 @@ class DecodeLoop:
             rounds, state = carry
             return rounds + 1, self.decode_round(params, request, state)
 
-        def until_the_next_look(carry):
+        def stretch(carry):
+            """Rounds of one width, until the next look."""
             rounds, state = carry
             state = self._look(params, request, state)
-            return lax.switch(state.choice.number, [of_width(n) for n in range(len(self.widths))], (rounds, state))
+            return lax.switch(state.choice.number, [of_width(n) for n in range(len(self.widths))], rounds, state)
 
         def of_width(number):
             def one_round(carry):
                 rounds, state = carry
                 return rounds + 1, self._round_of_width(number, params, request, state)
 
-            return lambda carry: lax.while_loop(lambda c: unfinished(c) & (c[1].choice.left > 0), one_round, carry)
+            def rounds_of_width(began, before):
+                # What only a stretch can change is written once a stretch: a round is as short as one of a fixed width.
+                end = began + before.choice.left
+                rounds, state = lax.while_loop(lambda c: unfinished(c) & (c[0] < end), one_round, (began, before))
+                column = jnp.arange(state.widths.shape[1], dtype=jnp.int32)[None]
+                new = (column >= before.rounds[:, None]) & (column < state.rounds[:, None])
+                widths = jnp.where(new, self.widths[number], state.widths)
+                choice = state.choice.replace(left=end - rounds)
+                return rounds, state.replace(widths=widths, choice=choice)
+
+            return rounds_of_width
 
         # A loop for each width, and no branch inside a round: on a GPU, branches make rounds slower by a tenth or more.
-        return lax.while_loop(unfinished, until_the_next_look if self.widths else one_round, (jnp.int32(0), state))[1]
+        return lax.while_loop(unfinished, stretch if self.widths else one_round, (jnp.int32(0), state))[1]
 
     def _round_of_width(self, number: int, params: Any, request: Request, state: DecodeState) -> DecodeState:
         """`decode_round` of the first `widths[number]` nodes."""
-        width = self.widths[number]
-        narrow = dataclasses.replace(self, proposer=self.proposer.of_width(width), widths=())
+        narrow = dataclasses.replace(self, proposer=self.proposer.of_width(self.widths[number]), widths=())
         scores = self.proposer.draft(*self._given(params, state))
         tree = narrow.proposer.build(params["drafter"], scores, state.root)
         verified = narrow.verify_tree(params, request, state, tree)
         active = ~state.done
         choice = state.choice.observe(self.widths, promises(tree, self.widths, active), verified.walk, active)
-        taken = write_rows(state.widths, jnp.full((len(active), 1), width, jnp.int32), state.rounds)
-        state = state.replace(widths=taken, choice=choice, scores=scores)
-        return narrow.commit(params, request, state, Kept.of(verified))
+        return narrow.commit(params, request, state.replace(choice=choice, scores=scores), Kept.of(verified))
 
     def _look(self, params: Any, request: Request, state: DecodeState) -> DecodeState:
         """With the width of the rounds to come, if one is to be chosen."""

@@ -6,8 +6,8 @@ corrected by what came of such promises before, over the measured time of a roun
 (whole tiles, whole waves of thread blocks), so all widths are compared.
 
 A width is chosen every few rounds, in a look, and the rounds until the next one draft and verify that width. What wider
-trees promise is seen at looks alone, from the widest tree that the last round's distributions give. The first round is
-of the middle width. A text never depends on the choice.
+trees promise is seen at looks alone, from the widest tree that the last round's distributions give. A text begins with
+a few rounds of the middle width, and never depends on the choice.
 
 Shape letters: B slots, N nodes of a tree, W widths, K measured contexts, P rows of a path.
 """
@@ -67,24 +67,36 @@ class WidthChoice:
     Attributes:
       number: [] int32, of the width in use, from 0.
       left: [] int32, rounds before the next look.
-      promised, accepted: [W] float32, tokens of each segment promised and accepted, sums over rounds that verified it,
-        old ones fading: the calibration.
-      hoped, drafted: [W] float32, what a slot was promised of each segment, and how often the segment was drafted, sums
-        that fade likewise.
+      sums: [4, W] float32, of each segment, over rounds, old ones fading: `promised` and `accepted`, tokens in rounds
+        that verified it (the calibration); `hoped`, tokens that a slot was promised, and `drafted`, rounds for which
+        that is known. One array, so that a round updates it in one kernel.
     """
 
     number: jax.Array
     left: jax.Array
-    promised: jax.Array
-    accepted: jax.Array
-    hoped: jax.Array
-    drafted: jax.Array
+    sums: jax.Array
 
     @classmethod
-    def empty(cls, widths: Sequence[int]) -> "WidthChoice":
-        """Before the first round: one of the middle width (the narrower of two), and then a look."""
-        nothing = (jnp.zeros((len(widths),), jnp.float32) for _ in range(4))
-        return cls(jnp.int32((len(widths) - 1) // 2), jnp.int32(1), *nothing)
+    def empty(cls, widths: Sequence[int], look_every: int) -> "WidthChoice":
+        """Before the first round: the middle width (the narrower of two), and soon a look."""
+        middle, soon = (len(widths) - 1) // 2, max(1, look_every // 4)
+        return cls(jnp.int32(middle), jnp.int32(soon), jnp.zeros((4, len(widths)), jnp.float32))
+
+    @property
+    def promised(self) -> jax.Array:
+        return self.sums[0]
+
+    @property
+    def accepted(self) -> jax.Array:
+        return self.sums[1]
+
+    @property
+    def hoped(self) -> jax.Array:
+        return self.sums[2]
+
+    @property
+    def drafted(self) -> jax.Array:
+        return self.sums[3]
 
     def rates(self) -> list[jax.Array]:
         """Accepted tokens for each promised one, W times [] float32; little known, those of the segment before."""
@@ -109,33 +121,31 @@ class WidthChoice:
         context = jnp.sum(jnp.where(active, length, 0)).astype(jnp.float32) / slots
         looks = self.left == 0
         unseen = looks & (jnp.arange(promised.shape[0], dtype=jnp.int32) > self.number)
-        hoped, drafted = self._hoped(promised / slots, unseen)
-        best = best_width(self.rates(), hoped / jnp.maximum(drafted, 1.0), costs.at(context))
-        return self.replace(
-            number=jnp.where(looks, best, self.number), left=jnp.where(looks, look_every, self.left), hoped=hoped,
-            drafted=drafted,
-        )  # fmt: skip
+        nothing = jnp.zeros_like(promised)
+        choice = self._add(1.0, promised=nothing, accepted=nothing, hoped=promised / slots, seen=unseen)
+        best = best_width(self.rates(), choice.hoped / jnp.maximum(choice.drafted, 1.0), costs.at(context))
+        return choice.replace(number=jnp.where(looks, best, self.number), left=jnp.where(looks, look_every, self.left))
 
     def observe(self, widths: Sequence[int], promised: jax.Array, walk: Acceptance, active: jax.Array) -> "WidthChoice":
-        """After a round of the width in use, whose tree `promised` [W] float32 and which accepted `walk`."""
+        """After a round of the width in use, whose tree `promised` [W] float32 and which accepted `walk`.
+
+        `left` stays: who counts the rounds of a stretch takes them off at its end.
+        """
         step = jnp.arange(1, walk.path.shape[1], dtype=jnp.int32)[None]
         accepted = (step < walk.length[:, None]) & active[:, None]
         taken = _in_segment(walk.path[:, 1:], widths) & accepted[None]
         tried = jnp.arange(len(widths), dtype=jnp.int32) <= self.number
         slots = jnp.maximum(jnp.sum(active, dtype=jnp.float32), 1.0)
-        hoped, drafted = self._hoped(promised / slots, tried)
-        return self.replace(
-            left=self.left - 1,
-            promised=_MEMORY * self.promised + jnp.where(tried, promised, 0.0),
-            accepted=_MEMORY * self.accepted + jnp.sum(taken, axis=(1, 2), dtype=jnp.float32),
-            hoped=hoped,
-            drafted=drafted,
-        )
+        accepted = jnp.sum(taken, axis=(1, 2), dtype=jnp.float32)
+        tried_promised = jnp.where(tried, promised, 0.0)
+        return self._add(_MEMORY, promised=tried_promised, accepted=accepted, hoped=promised / slots, seen=tried)
 
-    def _hoped(self, promised: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """`hoped` and `drafted` with what a slot was promised of the segments `seen` [W] bool."""
-        hoped = jnp.where(seen, _RECENT * self.hoped + promised, self.hoped)
-        return hoped, jnp.where(seen, _RECENT * self.drafted + 1.0, self.drafted)
+    def _add(self, memory: float, *, promised, accepted, hoped, seen) -> "WidthChoice":
+        """With the sums [W] of a round, of which `hoped` counts for the segments `seen` [W] bool."""
+        calibration, recent = jnp.full_like(promised, memory), jnp.where(seen, jnp.float32(_RECENT), 1.0)
+        fade = jnp.stack([calibration, calibration, recent, recent])
+        new = jnp.stack([promised, accepted, jnp.where(seen, hoped, 0.0), seen.astype(jnp.float32)])
+        return self.replace(sums=fade * self.sums + new)
 
 
 def promises(tree: DraftTree, widths: Sequence[int], active: jax.Array) -> jax.Array:

@@ -81,9 +81,10 @@ def rates_of(promised, accepted, trust=8.0):
 def choice_of(seed, **fields):
     """With sums as after some rounds."""
     rng = np.random.default_rng(seed)
-    sums = {name: rng.uniform(0, 20, 3) for name in ("promised", "accepted", "hoped")}
-    sums = {name: jnp.asarray(x, jnp.float32) for name, x in (sums | {"drafted": rng.uniform(1, 9, 3)}).items()}
-    return WidthChoice(**{"number": jnp.int32(0), "left": jnp.int32(0)} | sums | fields)
+    sums = np.concatenate([rng.uniform(0, 20, (3, 3)), rng.uniform(1, 9, (1, 3))])
+    return WidthChoice(
+        **{"number": jnp.int32(0), "left": jnp.int32(0), "sums": jnp.asarray(sums, jnp.float32)} | fields
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -122,9 +123,10 @@ def test_between_looks_nothing_is_chosen():
 
 
 @pytest.mark.parametrize("widths, number", [((4,), 0), ((4, 8), 0), ((4, 8, 32), 1), ((4, 8, 32, 64), 1)])
-def test_the_first_round_is_of_the_middle_width(widths, number):
-    choice = WidthChoice.empty(widths)
-    assert choice.number == number and choice.left == 1
+def test_a_text_begins_with_the_middle_width(widths, number):
+    choice = WidthChoice.empty(widths, 16)
+    assert choice.number == number and choice.left == 4
+    assert WidthChoice.empty(widths, 2).left == 1
 
 
 def test_a_dear_width_is_taken_where_it_pays_and_only_there():
@@ -140,15 +142,15 @@ def test_calibration_counts_what_was_tried():
         path=jnp.array([[0, 2, 5, 30], [0, 1, 1, 1]], jnp.int32), length=jnp.array([4, 2], jnp.int32),
         tokens=jnp.zeros((2, 4), jnp.int32),
     )  # fmt: skip
-    before = WidthChoice.empty(WIDTHS).replace(
-        number=jnp.int32(2), promised=jnp.full((3,), 10.0), accepted=jnp.full((3,), 5.0)
+    before = WidthChoice.empty(WIDTHS, 8).replace(
+        number=jnp.int32(2), sums=jnp.array([[10.0] * 3, [5.0] * 3, [0.0] * 3, [0.0] * 3])
     )
     promised, active = jnp.array([1.5, 0.5, 0.25]), jnp.array([True, False])
     after = before.observe(WIDTHS, promised, walk, active)
     np.testing.assert_allclose(after.promised, [11.4, 10.4, 10.15], rtol=1e-6)
     np.testing.assert_allclose(after.accepted, [5.95] * 3, rtol=1e-6)  # slot 1 decodes no more
     np.testing.assert_allclose([after.hoped, after.drafted], [promised, [1, 1, 1]], rtol=1e-6)
-    assert after.left == before.left - 1
+    assert after.left == before.left and after.number == 2
     narrow = dataclasses.replace(walk, length=jnp.array([2, 1], jnp.int32))
     after = before.replace(number=jnp.int32(0)).observe(WIDTHS, promised, narrow, active)
     np.testing.assert_allclose(after.promised, [11.4, 9.9, 9.9], rtol=1e-6)
@@ -213,20 +215,20 @@ def test_costs_are_what_more_rounds_add_to_a_call(pair, monkeypatch):
 @SLOW
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_priced_out_of_the_others_it_is_the_fixed_width(pair, monkeypatch, temperature):
-    """Tokens and accepted lengths of every round but the first, whichever loop runs."""
+    """Tokens and accepted lengths of all rounds but the first, whichever loop runs."""
     shared = dict(temperature=temperature, max_new_tokens=24, seed=(1, 2, 3), stop_token_ids=())
     for width in WIDTHS if temperature else (4, 32):
         costs = RoundCosts.all_but(WIDTHS.index(width), len(WIDTHS))
         monkeypatch.setattr("ddtree_jax.prepare.round_costs", lambda *_, costs=costs: costs)
         auto = dt.generate(*pair, PROMPTS, dt.DecodeConfig(num_nodes="auto", widths=WIDTHS, **shared))
         fixed = dt.generate(*pair, PROMPTS, dt.DecodeConfig(num_nodes=width, **shared))
-        assert fixed.widths is None and {n for row in auto.widths for n in row[1:]} == {width}
-        assert {row[0] for row in auto.widths} == {WIDTHS[1]}
+        first = {n for row in auto.widths for n in row[:4]}
+        assert fixed.widths is None and first == {WIDTHS[1]} and {n for row in auto.widths for n in row[4:]} == {width}
         assert auto.tokens == fixed.tokens
         for chosen, plain in zip(auto.accepted_lengths, fixed.accepted_lengths):
-            # From where both begin a round: the first of all was of another width.
+            # From where both begin a round: the first of all were of another width.
             chosen, plain = (np.cumsum(lengths) for lengths in (chosen, plain))
-            shared_ends = np.intersect1d(chosen, plain)
+            shared_ends = np.intersect1d(chosen[3:], plain)
             assert len(shared_ends) > len(plain) // 2
             for ends in (chosen, plain):
                 np.testing.assert_array_equal(ends[ends >= shared_ends[0]], shared_ends)
