@@ -9,6 +9,7 @@ Shape letters: B slots, N nodes, P rows committed a round at most, S prompt rows
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.struct
@@ -215,35 +216,31 @@ class DecodeLoop:
             rounds, state = carry
             return (rounds < max_rounds) & ~jnp.all(state.done)
 
-        def one_round(carry):
-            rounds, state = carry
-            return rounds + 1, self.decode_round(params, request, state)
+        def rounds_while(more, one_round, carry):
+            return lax.while_loop(more, lambda c: (c[0] + 1, one_round(params, request, c[1])), carry)
 
-        def stretch(carry):
-            """Rounds of one width, until the next look."""
-            rounds, state = carry
-            state = self._look(params, request, state)
-            return lax.switch(state.choice.number, [of_width(n) for n in range(len(self.widths))], rounds, state)
-
-        def of_width(number):
-            def one_round(carry):
-                rounds, state = carry
-                return rounds + 1, self._round_of_width(number, params, request, state)
-
-            def rounds_of_width(began, before):
-                # What only a stretch can change is written once a stretch: a round is as short as one of a fixed width.
-                end = began + before.choice.left
-                rounds, state = lax.while_loop(lambda c: unfinished(c) & (c[0] < end), one_round, (began, before))
-                column = jnp.arange(state.widths.shape[1], dtype=jnp.int32)[None]
-                new = (column >= before.rounds[:, None]) & (column < state.rounds[:, None])
-                widths = jnp.where(new, self.widths[number], state.widths)
-                choice = state.choice.replace(left=end - rounds)
-                return rounds, state.replace(widths=widths, choice=choice)
-
-            return rounds_of_width
+        if not self.widths:
+            return rounds_while(unfinished, self.decode_round, (jnp.int32(0), state))[1]
 
         # A loop for each width, and no branch inside a round: on a GPU, branches make rounds slower by a tenth or more.
-        return lax.while_loop(unfinished, stretch if self.widths else one_round, (jnp.int32(0), state))[1]
+        def stretch(carry):
+            rounds, state = carry
+            state = self._look(params, request, state)
+            of_widths = [functools.partial(of_width, number) for number in range(len(self.widths))]
+            return lax.switch(state.choice.number, of_widths, rounds, state)
+
+        def of_width(number, began, before):
+            """Rounds of one width until the next look. What only stretches change is written at their end: a round is
+            to be as short as one of a fixed width."""
+            end = began + before.choice.left
+            one_round = functools.partial(self._round_of_width, number)
+            rounds, state = rounds_while(lambda c: unfinished(c) & (c[0] < end), one_round, (began, before))
+            column = jnp.arange(state.widths.shape[1], dtype=jnp.int32)[None]
+            new = (column >= before.rounds[:, None]) & (column < state.rounds[:, None])
+            widths = jnp.where(new, self.widths[number], state.widths)
+            return rounds, state.replace(widths=widths, choice=state.choice.replace(left=end - rounds))
+
+        return lax.while_loop(unfinished, stretch, (jnp.int32(0), state))[1]
 
     def _round_of_width(self, number: int, params: Any, request: Request, state: DecodeState) -> DecodeState:
         """`decode_round` of the first `widths[number]` nodes."""
