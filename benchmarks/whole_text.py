@@ -6,7 +6,7 @@
 Beside its rounds a text has a prompt, a call, and the first rounds of a CUDA graph, which is written anew where arrays
 lie elsewhere than for the text before. So the same texts are timed twice: with the arrays of each text gone before the
 next are made, as in `generate`, and with them still there ("moved"). "auto N" is the loop of several widths with a
-table of costs that makes it take N after the first rounds; "auto, changing" takes another width at each look.
+table of costs that makes it take N; "auto, changing" takes another width at each look.
 
 Weights are random, so nearly every round commits one token. Milliseconds, medians; batch 1, temperature 0.
 """
@@ -33,7 +33,7 @@ from ddtree_jax.config import DecodeConfig
 from ddtree_jax.decode import run as device
 from ddtree_jax.decode.plan import Plan, make_plan
 from ddtree_jax.decode.state import DecodeState
-from ddtree_jax.decode.width import RoundCosts, WidthChoice
+from ddtree_jax.decode.width import RoundCosts
 from ddtree_jax.loading import Drafter, Target
 from ddtree_jax.prepare import inputs
 
@@ -57,8 +57,9 @@ class Text:
     costs: RoundCosts | None
 
     def arguments(self, target: Target, drafter: Drafter) -> tuple:
-        """Of `device.run`, all on the device."""
-        return inputs(target, drafter, self.plan, [self.prompt], 0, 0.0, self.costs)
+        """Of `device.run`, all on the device. Where widths are chosen, the first is at once."""
+        *args, state = inputs(target, drafter, self.plan, [self.prompt], 0, 0.0, self.costs)
+        return *args, state if state.choice is None else state.replace(choice=state.choice.due())
 
     def compiled(self, target: Target, drafter: Drafter) -> Callable:
         return device.executable(device.run, self.plan.loop, *self.arguments(target, drafter))[0]
@@ -68,8 +69,7 @@ def changing_costs(widths: tuple[int, ...], plan: Plan, prompt: int) -> RoundCos
     """A table by which one width after the other is taken, another at each look of a text that follows a prompt of so
     many tokens at one token a round."""
     look_every = plan.loop.look_every
-    first = prompt + int(WidthChoice.empty(widths, look_every).left)
-    contexts = np.arange(first % look_every, plan.cache_rows, look_every)
+    contexts = np.arange(prompt % look_every, plan.cache_rows, look_every)
     cheap = (np.arange(len(contexts)) % len(widths))[:, None] == np.arange(len(widths))
     return RoundCosts(contexts.astype(np.float32), np.where(cheap, 1, _DEAR).astype(np.float32))
 

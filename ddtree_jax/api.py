@@ -20,8 +20,7 @@ from ddtree_jax.loading import Drafter, Target
 from ddtree_jax.prepare import inputs, prepare
 from ddtree_jax.prompts import Prompt
 
-# Of a program's first runs: where widths are chosen, those of the first rounds and some of the width in question.
-_FIRST_TOKENS = 16
+_FIRST_TOKENS = 8  # of a program's first runs, for a few rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,12 +138,13 @@ def _first_runs(call: Callable, plan: Plan, make_args: Callable[[], tuple]) -> f
     began = time.perf_counter()
     count = len(plan.loop.widths)
     for number in range(count or 1):
-        params, request, *rest = make_args()
+        params, request, *rest, state = make_args()
         if count:
             held = RoundCosts.all_but(number, count, np.asarray(request.costs.contexts))
             request = request.replace(costs=jax.device_put(held))
+            state = state.replace(choice=state.choice.due())
         few = request.replace(limit=jnp.minimum(request.limit, _FIRST_TOKENS))
-        jax.block_until_ready(call(params, few, *rest))
+        jax.block_until_ready(call(params, few, *rest, state))
     return time.perf_counter() - began
 
 

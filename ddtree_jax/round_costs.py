@@ -1,7 +1,6 @@
 """What a round takes at each width: measured once a setting, kept on disk.
 
-The loop that will decode is timed itself: with a table that prices out all widths but one, all rounds after the first
-take that one.
+The loop that will decode is timed itself: with a table that prices out all widths but one, every look takes that one.
 Caches are filled with noise up to the context asked for, so that no prompt has to be read.
 """
 
@@ -67,8 +66,8 @@ def round_costs(plan: Plan, params: Any) -> RoundCosts:
 def measure(plan: Plan, params: Any) -> RoundCosts:
     """Times rounds of each width at a short and at a long context of the plan's cache; see `round_costs`.
 
-    A call has costs of its own, which widths share (a small model's are those of a round or two), and its first round
-    is of another width: what counts is what more rounds add to a call of one.
+    A call has costs of its own, which widths share (a small model's are those of a round or two): what counts is what
+    more rounds add to a call of one.
     """
     loop, path, widths = plan.loop, plan.loop.proposer.max_path, range(len(plan.loop.widths))
     params = loop.prepare(params)  # as a stream has them, so that it finds the same program compiled
@@ -86,7 +85,7 @@ def measure(plan: Plan, params: Any) -> RoundCosts:
         """Of a call."""
         priced = jax.device_put(request.replace(costs=RoundCosts.all_but(width, len(widths), contexts)))
         state = at_context(_noisy_state(loop, plan.batch, plan.cache_rows, plan.output_rows), context)
-        args = (params, priced, state, jnp.int32(rounds))
+        args = (params, priced, state.replace(choice=state.choice.due()), jnp.int32(rounds))
         call, _ = device.executable(device.advance, loop, *args)
         jax.block_until_ready(args)
         began = time.perf_counter()

@@ -82,6 +82,10 @@ class WidthChoice:
         middle, soon = (len(widths) - 1) // 2, max(1, look_every // 4)
         return cls(jnp.int32(middle), jnp.int32(soon), jnp.zeros((4, len(widths)), jnp.float32))
 
+    def due(self) -> "WidthChoice":
+        """With a look before the next round."""
+        return self.replace(left=jnp.zeros_like(self.left))
+
     @property
     def promised(self) -> jax.Array:
         return self.sums[0]

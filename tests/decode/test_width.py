@@ -285,10 +285,28 @@ def test_long_paths_in_trees_of_every_width(pair):
 @SLOW
 def test_costs_are_measured_once_and_kept(pair, cache_folder, monkeypatch):
     config = dt.DecodeConfig(num_nodes="auto", widths=(2, 4), max_new_tokens=8)
-    measured = []
-    measure = round_costs.measure
+    measured, calls = [], []
+    measure, executable = round_costs.measure, round_costs.device.executable
+
+    def watched(function, loop, *args):
+        """Notes of each call which width was cheapest, and those that its rounds took."""
+        call, compiling = executable(function, loop, *args)
+
+        def noted(params, request, *rest):
+            after = call(params, request, *rest)
+            cheapest = loop.widths[int(np.argmin(request.costs.seconds[0]))]
+            calls.append((function.__name__, cheapest, set(after.widths[0, : int(after.rounds[0])].tolist())))
+            return after
+
+        return noted, compiling
+
     monkeypatch.setattr(round_costs, "measure", lambda *args: measured.append(1) or measure(*args))
-    first = dt.generate(*pair, PROMPTS[:1], config)
+    with monkeypatch.context() as patch:
+        patch.setattr(round_costs.device, "executable", watched)
+        first = dt.generate(*pair, PROMPTS[:1], config)
+    *held, _ = calls  # the last one is the text
+    assert {(name, width) for name, width, _ in held} == {(f, n) for f in ("advance", "run") for n in (2, 4)}
+    assert all(widths == {width} for _, width, widths in held)
     (file,) = cache_folder.iterdir()
     table = json.loads(file.read_text())
     assert np.shape(table["seconds"]) == (len(table["contexts"]), 2) and np.all(np.array(table["seconds"]) > 0)
