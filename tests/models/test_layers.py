@@ -207,7 +207,11 @@ def test_a_pass_of_interpreted_products_means_what_a_pass_of_xla_means(monkeypat
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the interpreter runs on the CPU")
 @pytest.mark.parametrize(
     "make,projections",
-    [(dense_pass, [512, 0]), pytest.param(hybrid_pass, [768, 0], marks=pytest.mark.slow), (draft_pass, [512, 0])],
+    [
+        (dense_pass, [512, 0]),
+        pytest.param(hybrid_pass, [768, 0], marks=pytest.mark.slow),
+        pytest.param(draft_pass, [512, 0], marks=pytest.mark.slow),
+    ],
 )
 def test_a_pass_of_interpreted_chains_means_what_a_pass_of_xla_means(monkeypatch, make, projections):
     """Which weights go into which chain, and what comes out of it where."""
