@@ -229,8 +229,16 @@ def test_whole_texts_are_timed_at_each_width_and_as_it_changes(capsys):
     assert len(capsys.readouterr().out.splitlines()) == 7
 
 
-def test_whole_texts_that_cannot_be_timed_are_said(capsys):
-    for arguments, message in ((["--nodes", "16,8"], "widths must rise"), (["--texts", "0"], "--texts and --jobs")):
-        with pytest.raises(SystemExit):
-            whole_text.main(["--shape", "tiny", *arguments])
-        assert message in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nodes", "16,8"], "widths must rise"),
+        (["--nodes", "a"], "invalid"),
+        (["--nodes", "4,8", "--texts", "0"], "--texts and --jobs"),
+        (["--nodes", "4,8", "--layers", "3"], "1..2 layers, not to 3"),
+    ],
+)
+def test_whole_texts_that_cannot_be_timed_are_said(capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        whole_text.main(["--shape", "tiny", *arguments])
+    assert message in capsys.readouterr().err
